@@ -1,0 +1,48 @@
+"""The table of programs: every XLA program that serving can ever call.
+
+Everything about compiling derives from this table. Manual warmup runs each row, ahead-of-time warmup loads or compiles each
+row, the memory plan sums each row, the report shows each row, and a cross-target build lowers each row for another machine.
+Serving calls programs by their name in the table and in no other way, so nothing can compile after the table is warm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One XLA program.
+
+    ``function`` is jitted with its donations declared, and is what both warmup modes compile. It must be lowered directly: jit
+    around it would lose the donation, and with it half of the memory (docs/why-aot-was-slow.md).
+    """
+
+    name: str  # "prefill/256", "insert", "generate/8"
+    function: Any  # jax.jit(...), donating; positional arguments only
+    arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct with shardings, one per positional argument
+    donates: int | None = None  # index of the donated argument (decode state or prefix), whose bytes must all be aliased
+    takes_state: bool = False  # the donated argument is the decode state
+
+    def trace(self):
+        """The traced function, `jax.stages.Traced`: ``.lower()`` and ``.compile()`` follow."""
+        return self.function.trace(*self.arguments)
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the donated argument on one device; 0 where none is donated."""
+        if self.donates is None:
+            return 0
+        return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(self.arguments[self.donates]))
+
+
+def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes that an array of this description takes on each device."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
