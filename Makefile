@@ -19,9 +19,12 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
-# Regenerates the committed *_pb2*.py files.
-protos: $(STAMP)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+# Regenerates the committed *_pb2*.py files, with the oldest grpcio-tools that pyproject.toml allows: generated code refuses to
+# run with a grpcio or protobuf older than what generated it.
+protos:
+	$(PYTHON) -m venv build/protos
+	build/protos/bin/python -m pip install --quiet grpcio-tools==1.80.0
+	build/protos/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info
