@@ -1,0 +1,107 @@
+"""Attention over stored keys and values: over the pages of many rows (decode) and over one contiguous prefix (prefill).
+
+Both visit the stored tokens in blocks and stop at the longest live context, so a step costs what is in use and not what is
+allocated. The softmax is accumulated block by block (the online softmax of FlashAttention, arXiv:2205.14135), in float32.
+
+Heads are grouped: ``g`` query heads share one of ``k`` key/value heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+PAGES_BLOCK = 128  # tokens of each row visited at once in decode
+PREFIX_BLOCK = 256  # tokens visited at once in prefill
+
+_MASKED = -1e30  # finite, so that a row whose first block is wholly masked stays free of NaN
+
+
+def attend_pages(
+    q: jax.Array,  # [b, k, g, head_dim]
+    k_pages: jax.Array,  # [n, k, kv_pages, page_size, head_dim]
+    v_pages: jax.Array,
+    layer: jax.Array | int,  # which of the n
+    page_table: jax.Array,  # int32 [b, table width]
+    lengths: jax.Array,  # int32 [b]: live tokens of each row, the current one included; 0 for padded rows
+) -> jax.Array:  # [b, k, g, head_dim]
+    """Each row's queries attend to the first ``lengths`` tokens of its pages."""
+    batch, _, _, head_dim = q.shape
+    page_size = k_pages.shape[3]
+    block_pages = max(1, PAGES_BLOCK // page_size)
+    block = block_pages * page_size
+
+    def gather(pages: jax.Array, table: jax.Array) -> jax.Array:  # -> [b, k, block, head_dim]
+        # One gather per head, so that a split over heads stays local to its device.
+        take = jax.vmap(lambda head: head.at[layer, table].get(mode="promise_in_bounds"), in_axes=1, out_axes=1)
+        return take(pages).reshape(batch, -1, block, head_dim)
+
+    def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
+        table = jax.lax.dynamic_slice_in_dim(page_table, i * block_pages, block_pages, axis=1)
+        keys, values = gather(k_pages, table), gather(v_pages, table)
+        live = i * block + jnp.arange(block) < lengths[:, None]  # [b, block]
+        return _accumulate(carry, q, keys, values, live[:, None, None, :])
+
+    blocks = (jnp.max(lengths) + block - 1) // block
+    return _finish(jax.lax.fori_loop(0, blocks, visit, _start(q)), q.dtype)
+
+
+def attend_prefix(
+    q: jax.Array,  # [t, k, g, head_dim]
+    keys: jax.Array,  # [n, k, capacity, head_dim]
+    values: jax.Array,
+    layer: jax.Array | int,  # which of the n
+    positions: jax.Array,  # int32 [t]: of the queries; each attends to itself and to what came before
+    length: jax.Array,  # int32: live tokens of the prefix, this chunk's included
+) -> jax.Array:  # [t, k, g, head_dim]
+    """The queries of one chunk attend causally to a prefix that holds their own keys and values already."""
+    _, heads, capacity, head_dim = keys.shape
+    block = min(PREFIX_BLOCK, capacity)
+    tokens = q.shape[0]
+    q = q.transpose(1, 2, 0, 3)  # [k, g, t, head_dim]
+
+    def slice_block(buffer: jax.Array, start: jax.Array) -> jax.Array:  # -> [k, block, head_dim]
+        return jax.lax.dynamic_slice(buffer, (layer, 0, start, 0), (1, heads, block, head_dim))[0]
+
+    def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
+        # The last block of a capacity that is no multiple of it starts early; its first tokens were visited before.
+        start = jnp.minimum(i * block, capacity - block)
+        at = start + jnp.arange(block)
+        live = (at[None, :] <= positions[:, None]) & (at[None, :] >= i * block)  # [t, block]
+        return _accumulate(carry, q, slice_block(keys, start), slice_block(values, start), live)
+
+    blocks = (length + block - 1) // block
+    out = _finish(jax.lax.fori_loop(0, blocks, visit, _start(q)), q.dtype)  # [k, g, t, head_dim]
+    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, -1, head_dim)
+
+
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maximum [...], sum [...], and weighted values [..., head_dim]
+
+
+def _start(q: jax.Array) -> _Softmax:
+    rows = q.shape[:-1]
+    return jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+
+
+def _accumulate(carry: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, live: jax.Array) -> _Softmax:
+    """Takes in one block. q [*batch, rows..., d] and keys, values [*batch, s, d] share their leading batch dimensions."""
+    maximum, total, weighted = carry
+    batch = "bk" if keys.ndim == 4 else "k"
+    rows = "g" if keys.ndim == 4 else "gt"
+    scores = jnp.einsum(f"{batch}{rows}d,{batch}sd->{batch}{rows}s", q, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(live, scores * (q.shape[-1] ** -0.5), _MASKED)
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
+    probabilities = jnp.where(live, jnp.exp(scores - new_maximum[..., None]), 0.0)
+    rescale = jnp.exp(maximum - new_maximum)
+    update = jnp.einsum(
+        f"{batch}{rows}s,{batch}sd->{batch}{rows}d",
+        probabilities.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return new_maximum, total * rescale + jnp.sum(probabilities, axis=-1), weighted * rescale[..., None] + update
+
+
+def _finish(carry: _Softmax, dtype: jnp.dtype) -> jax.Array:
+    _, total, weighted = carry
+    return (weighted / jnp.maximum(total, 1e-30)[..., None]).astype(dtype)

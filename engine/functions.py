@@ -1,0 +1,243 @@
+"""The functions behind the programs, on arrays only: what `engine/jax_engine.py` jits, donating, into the table.
+
+Each takes at most one packed int32 array from the host, so a call costs one small transfer:
+
+    prefill    start, length, last, want prompt log-probs, next token, masked | sampling | mask | tokens
+    insert     slot, length, first page to write, pages used | sampling | pages
+    fetch      pages used | pages | tokens
+    set_mask   slot, masked | mask
+    generate   per row: slot, page of the position written
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine import model as decoder
+from engine.attention import attend_pages, attend_prefix
+from engine.config import EngineConfig, ModelConfig
+from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
+from engine.state import DecodeState, Prefix, mask_words
+from engine.weights import Weights
+
+PREFILL_HEADER = 6
+INSERT_HEADER = 4
+FETCH_HEADER = 1
+MASK_HEADER = 2
+PROMPT_LOGPROB_ROWS = 32  # positions whose logits exist at once while a prompt is scored
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixCache:
+    """Rows are consecutive tokens of one prompt, stored in a prefix from position ``start``."""
+
+    start: jax.Array
+    positions: jax.Array  # int32 [rows]
+    length: jax.Array  # live tokens, these included
+
+    def attend(self, pools, layer, q, k, v):
+        keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
+        return (keys, values), attend_prefix(q, keys, values, layer, self.positions, self.length)
+
+    def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
+        update = rows.astype(pool.dtype).transpose(1, 0, 2)[None]  # [1, kv_heads, rows, head_dim]
+        return jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.start, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Rows are one token of each sequence, stored in the sequence's page that holds its position."""
+
+    page_table: jax.Array  # int32 [rows, table width]
+    pages: jax.Array  # int32 [rows]: of the token stored
+    offsets: jax.Array  # int32 [rows]: within the page
+    lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
+
+    def attend(self, pools, layer, q, k, v):
+        keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
+        return (keys, values), attend_pages(q, keys, values, layer, self.page_table, self.lengths)
+
+    def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
+        rows = rows.astype(pool.dtype)
+
+        def store_row(i, pool):
+            update = rows[i][None, :, None, None, :]  # [1, kv_heads, 1, 1, head_dim]
+            return jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.pages[i], self.offsets[i], 0))
+
+        return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
+
+
+def prefill(model: ModelConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
+    """One chunk of a prompt, padded to ``bucket`` tokens.
+
+    Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
+    log-probs [bucket, result_width()], zeros unless wanted.
+    """
+    header, sampling, mask, tokens = _split(request, PREFILL_HEADER, sampling_width(), mask_words(model.vocab_size), bucket)
+    start, length, last, want_prompt, next_token, masked = header
+    positions = start + jnp.arange(bucket, dtype=jnp.int32)
+    live = jnp.arange(bucket) < length
+    end = start + length
+    cache = PrefixCache(start, positions, end)
+    x, keys, values = decoder.run_layers(model, weights, decoder.embed(weights, tokens), positions, prefix.k, prefix.v, cache)
+    seen = prefix.in_prompt & (start > 0)
+    seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
+
+    def first_token() -> jax.Array:
+        scores = decoder.logits(model, weights, jax.lax.dynamic_slice_in_dim(x, length - 1, 1))
+        rows = unpack(sampling[None])
+        context = SamplingContext(
+            position=end[None],
+            generated=jnp.zeros(1, jnp.int32),
+            masked=masked[None] > 0,
+            slots=jnp.zeros(1, jnp.int32),
+            counts=jnp.zeros((1, model.vocab_size), jnp.int32),
+            in_prompt=seen[None],
+            masks=jax.lax.bitcast_convert_type(mask, jnp.uint32)[None],
+        )
+        return pack_results(choose(scores, rows, context), scores, rows.logprobs[0] > 0)
+
+    first = jax.lax.cond(last > 0, first_token, lambda: jnp.zeros((1, result_width()), jnp.int32))
+    following = jnp.where(jnp.arange(bucket) == length - 1, next_token, jnp.roll(tokens, -1))
+    prompt = jax.lax.cond(
+        want_prompt > 0,
+        lambda: _prompt_logprobs(model, weights, x, following),
+        lambda: jnp.zeros((bucket, result_width()), jnp.int32),
+    )
+    return Prefix(k=keys, v=values, in_prompt=seen), first, prompt
+
+
+def _prompt_logprobs(model: ModelConfig, weights: Weights, x: jax.Array, following: jax.Array) -> jax.Array:
+    """Packed results of what follows each position, some rows at a time: logits of a whole chunk would not fit beside the rest."""
+    rows = min(PROMPT_LOGPROB_ROWS, x.shape[0])
+
+    def score(start: jax.Array) -> jax.Array:
+        scores = decoder.logits(model, weights, jax.lax.dynamic_slice_in_dim(x, start, rows))
+        return pack_results(jax.lax.dynamic_slice_in_dim(following, start, rows), scores, jnp.bool_(True))
+
+    # A bucket that is no multiple of `rows` scores some rows twice, to the same result.
+    starts = np.minimum(np.arange(0, x.shape[0], rows), x.shape[0] - rows).astype(np.int32)
+    scored = jax.lax.map(score, jnp.asarray(starts))
+    out = jnp.zeros((x.shape[0], result_width()), jnp.int32)
+    for i, start in enumerate(starts.tolist()):
+        out = jax.lax.dynamic_update_slice_in_dim(out, scored[i], start, axis=0)
+    return out
+
+
+def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix: Prefix, first: jax.Array, request: jax.Array):
+    """Copies a prefix into its pages and makes the slot's row."""
+    header, sampling, pages = _split(request, INSERT_HEADER, sampling_width(), state.page_table.shape[1])
+    slot, length, first_page, used = header
+    size = config.page_size
+
+    def copy_page(i, pools):
+        def copy(pool: jax.Array, buffer: jax.Array) -> jax.Array:
+            n, heads, _, head_dim = buffer.shape
+            page = jax.lax.dynamic_slice(buffer, (0, 0, i * size, 0), (n, heads, size, head_dim))
+            return jax.lax.dynamic_update_slice(pool, page[:, :, None], (0, 0, pages[i], 0, 0))
+
+        return jax.tree.map(copy, pools, (prefix.k, prefix.v))
+
+    k_pages, v_pages = jax.lax.fori_loop(first_page, used, copy_page, (state.k_pages, state.v_pages))
+    token = first[0, 0]
+    counts = jnp.zeros(model.vocab_size, jnp.int32).at[token].set(1, mode="drop")
+    return DecodeState(
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=state.page_table.at[slot].set(pages),
+        lengths=state.lengths.at[slot].set(length),
+        tokens=state.tokens.at[slot].set(token),
+        generated=state.generated.at[slot].set(1),
+        counts=state.counts.at[slot].set(counts),
+        in_prompt=state.in_prompt.at[slot].set(prefix.in_prompt),
+        sampling=state.sampling.at[slot].set(sampling),
+        masked=state.masked.at[slot].set(False),
+        masks=state.masks,
+    )
+
+
+def fetch(config: EngineConfig, prefix: Prefix, state: DecodeState, request: jax.Array) -> Prefix:
+    """Copies pages of the pool to the beginning of a prefix."""
+    width = state.page_table.shape[1]
+    (used,), pages, tokens = _split(request, FETCH_HEADER, width, width * config.page_size)
+    size = config.page_size
+
+    def copy_page(i, buffers):
+        def copy(buffer: jax.Array, pool: jax.Array) -> jax.Array:
+            n, heads, _, head_dim = buffer.shape
+            page = jax.lax.dynamic_slice(pool, (0, 0, pages[i], 0, 0), (n, heads, 1, size, head_dim))
+            return jax.lax.dynamic_update_slice(buffer, page[:, :, 0], (0, 0, i * size, 0))
+
+        return jax.tree.map(copy, buffers, (state.k_pages, state.v_pages))
+
+    keys, values = jax.lax.fori_loop(0, used, copy_page, (prefix.k, prefix.v))
+    live = jnp.arange(tokens.shape[0]) < used * size
+    seen = prefix.in_prompt & (used == 0)
+    seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
+    return Prefix(k=keys, v=values, in_prompt=seen)
+
+
+def set_mask(model: ModelConfig, state: DecodeState, request: jax.Array) -> DecodeState:
+    """Restricts the next tokens of a slot, or lifts the restriction."""
+    (slot, masked), mask = _split(request, MASK_HEADER, mask_words(model.vocab_size))
+    return state.replace(
+        masked=state.masked.at[slot].set(masked > 0),
+        masks=state.masks.at[slot].set(jax.lax.bitcast_convert_type(mask, jnp.uint32)),
+    )
+
+
+def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, rows: jax.Array):
+    """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
+    slots, pages = rows[:, 0], rows[:, 1]
+    active = slots < config.slots
+    positions = jnp.where(active, state.lengths[slots], 0)
+    page_table = state.page_table.at[slots, positions // config.page_size].set(pages)
+    cache = PagedCache(
+        page_table=page_table[slots],
+        pages=pages,
+        offsets=positions % config.page_size,
+        lengths=jnp.where(active, positions + 1, 0),
+    )
+    tokens = state.tokens[slots]
+    x, k_pages, v_pages = decoder.run_layers(
+        model, weights, decoder.embed(weights, tokens), positions, state.k_pages, state.v_pages, cache
+    )
+    scores = decoder.logits(model, weights, x)
+    options = unpack(state.sampling[slots])
+    generated = state.generated[slots]
+    context = SamplingContext(
+        position=positions + 1,
+        generated=generated,
+        masked=state.masked[slots],
+        slots=slots,
+        counts=state.counts,
+        in_prompt=state.in_prompt,
+        masks=state.masks,
+    )
+    chosen = choose(scores, options, context)
+    new_state = DecodeState(
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        lengths=state.lengths.at[slots].set(jnp.where(active, positions + 1, 0)),
+        tokens=state.tokens.at[slots].set(chosen),
+        generated=state.generated.at[slots].set(generated + 1),
+        counts=state.counts.at[slots, chosen].add(1),
+        in_prompt=state.in_prompt,
+        sampling=state.sampling,
+        masked=state.masked,
+        masks=state.masks,
+    )
+    return new_state, pack_results(chosen, scores, jnp.any(options.logprobs > 0))
+
+
+def _split(request: jax.Array, header: int, *sizes: int) -> list:
+    """The scalars of the header as one list, then each part of a packed request."""
+    parts = jnp.split(request, np.cumsum([header, *sizes])[:-1].tolist())
+    if request.shape[0] != header + sum(sizes):
+        raise ValueError(f"a request of {request.shape[0]} words does not hold {header} + {sizes}")
+    return [[parts[0][i] for i in range(header)], *parts[1:]]

@@ -1,0 +1,317 @@
+"""The engine on JAX: the table of programs, the buffers on the device, and the verbs that call the one on the other.
+
+Life: made (nothing allocated: `programs` and the abstract trees are there) -> `install` executables and `set_weights` ->
+`allocate` -> `touch` each program -> the verbs of `engine.api`.
+
+The engine owns the weights, the decode state and the prefixes. Verbs pack what comes from the host into one int32 array, place
+it explicitly, call one program by its name in the table and keep what it returns in place of what it donated.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine import functions
+from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
+from engine.attention import PAGES_BLOCK
+from engine.config import ConfigError, EngineConfig, ModelConfig
+from engine.programs import Program
+from engine.sampling import pack, result_width, sampling_width
+from engine.sharding import make_mesh, replicated
+from engine.state import DecodeState, Prefix, abstract_prefix, abstract_state, mask_words, table_width
+from engine.weights import Weights, abstract_weights
+
+
+@dataclasses.dataclass(eq=False)
+class PrefixBuffer:
+    """One prefix, by reference: its arrays are replaced at each call that changes them."""
+
+    arrays: Prefix
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What a program chose, still on the device."""
+
+    results: jax.Array  # int32 [batch, result_width()]
+    rows: int  # real rows, before the padding
+    prompt: jax.Array | None = None  # int32 [bucket, result_width()]
+    prompt_rows: int = 0
+
+
+class JaxEngine:
+    """`engine.api.Engine` on JAX devices.
+
+    Args:
+      model: the model.
+      config: the layout; ``config.tp`` must be ``len(devices)``.
+      devices: the devices of one model, in mesh order; they may be of a machine that is not here (cross-target build).
+
+    Raises:
+      ConfigError: the layout does not fit the model or the devices.
+    """
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device]):
+        _check(model, config, len(devices))
+        self.model = model
+        self.config = config
+        self.devices = tuple(devices)
+        self.mesh = make_mesh(devices)
+        self._block_pages = max(1, PAGES_BLOCK // config.page_size)
+        self._table_width = table_width(config, self._block_pages)
+        self.abstract_weights: Weights = abstract_weights(model, config, self.mesh)
+        self.abstract_state: DecodeState = abstract_state(model, config, self.mesh, self._block_pages)
+        self.abstract_prefix: Prefix = abstract_prefix(model, config, self.mesh)
+        self._replicated = replicated(self.mesh, (), jnp.int32).sharding
+        self._programs = {program.name: program for program in self._table()}
+        self._executables: Mapping[str, Callable] = {}
+        self._weights: Weights | None = None
+        self._state: DecodeState | None = None
+        self._prefixes: collections.deque[PrefixBuffer] = collections.deque()
+        self._prefix_lock = threading.Lock()
+        self._all_allowed = np.full(mask_words(model.vocab_size), -1, np.int32)
+
+    # --- the table -----------------------------------------------------------------------------------------------------
+
+    def programs(self) -> tuple[Program, ...]:
+        """Every program that the verbs can call."""
+        return tuple(self._programs.values())
+
+    def _table(self) -> list[Program]:
+        model, config = self.model, self.config
+        state, prefix, weights = self.abstract_state, self.abstract_prefix, self.abstract_weights
+
+        def host(*shape: int) -> jax.ShapeDtypeStruct:
+            return replicated(self.mesh, shape, jnp.int32)
+
+        def program(name, function, arguments, outputs, *, donates=None, takes_state=False) -> Program:
+            jitted = jax.jit(
+                function,
+                donate_argnums=() if donates is None else donates,
+                in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
+            )
+            return Program(name, jitted, arguments, donates, takes_state)
+
+        def named(name: str, function, *bound):
+            # jit names the program after the function: profiles and logs then read like the table.
+            partial = functools.partial(function, *bound)
+            partial.__name__ = name
+            return partial
+
+        def zeros(name: str, abstract):
+            return named(name, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
+
+        def init_state() -> DecodeState:
+            empty = zeros("init_state", state)()
+            neutral = jnp.broadcast_to(pack(SamplingParams()), state.sampling.shape)
+            return empty.replace(sampling=neutral)
+
+        sampling, mask, table = sampling_width(), mask_words(model.vocab_size), self._table_width
+        first = host(1, result_width())
+        yield program("init_state", init_state, (), state)
+        yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
+        for bucket in config.prefill_buckets:
+            request = host(functions.PREFILL_HEADER + sampling + mask + bucket)
+            function = named(f"prefill_{bucket}", functions.prefill, model, bucket)
+            outputs = (prefix, first, host(bucket, result_width()))
+            yield program(f"prefill/{bucket}", function, (prefix, weights, request), outputs, donates=0)
+        request = host(functions.INSERT_HEADER + sampling + table)
+        function = named("insert", functions.insert, model, config)
+        yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
+        request = host(functions.FETCH_HEADER + table + table * config.page_size)
+        yield program("fetch", named("fetch", functions.fetch, config), (prefix, state, request), prefix, donates=0)
+        function = named("set_mask", functions.set_mask, model)
+        yield program(
+            "set_mask", function, (state, host(functions.MASK_HEADER + mask)), state, donates=0, takes_state=True
+        )
+        for batch in config.batch_sizes:
+            function = named(f"generate_{batch}", functions.generate, model, config)
+            outputs = (state, host(batch, result_width()))
+            yield program(
+                f"generate/{batch}", function, (state, weights, host(batch, 2)), outputs, donates=0, takes_state=True
+            )
+
+    # --- start-up ------------------------------------------------------------------------------------------------------
+
+    def install(self, executables: Mapping[str, Callable]) -> None:
+        """What the verbs will call, by program name: the jitted functions or compiled executables of every program."""
+        if missing := self._programs.keys() - executables.keys():
+            raise ValueError(f"no executable for the programs {sorted(missing)}")
+        self._executables = dict(executables)
+
+    def set_weights(self, weights: Weights) -> None:
+        """The weights, on the devices, as `abstract_weights` describes them."""
+        self._weights = weights
+
+    def allocate(self) -> None:
+        """Creates the decode state and the prefixes."""
+        self._state = self._call("init_state")
+        self._prefixes = collections.deque(PrefixBuffer(self._call("init_prefix")) for _ in range(self.config.prefixes))
+        jax.block_until_ready((self._state, [prefix.arrays for prefix in self._prefixes]))
+
+    def touch(self, name: str) -> None:
+        """Runs one program with dummy inputs on scratch rows and pages, and waits for it."""
+        neutral = SamplingParams()
+        prefix = self.acquire_prefix()
+        try:
+            kind, _, size = name.partition("/")
+            match kind:
+                case "init_state":  # `allocate` ran it: a second state would not fit beside the first
+                    result = self._state
+                case "init_prefix":
+                    result = prefix.arrays = self._call("init_prefix")
+                case "prefill":
+                    tokens = np.zeros(int(size), np.int32)
+                    result = self.prefill(prefix, tokens, 0, neutral, last=True).results
+                case "insert":
+                    first = Step(self._put(np.zeros((1, result_width()), np.int32)), 1)
+                    self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
+                    result = self._state
+                case "fetch":
+                    self.fetch(prefix, np.zeros(0, np.int32), np.zeros(0, np.int32))
+                    result = prefix.arrays
+                case "set_mask":
+                    self.set_mask(self.config.slots, None)
+                    result = self._state
+                case "generate":
+                    scratch = Row(self.config.slots, 0)
+                    result = self._generate([scratch] * int(size), int(size)).results
+                case _:
+                    raise ValueError(f"no way to run the program {name!r}")
+            jax.block_until_ready(result)
+        finally:
+            self.release_prefix(prefix)
+
+    # --- verbs ---------------------------------------------------------------------------------------------------------
+
+    def acquire_prefix(self) -> PrefixBuffer:
+        with self._prefix_lock:
+            if not self._prefixes:
+                raise LookupError(f"all {self.config.prefixes} prefix buffers are in use")
+            return self._prefixes.popleft()
+
+    def release_prefix(self, prefix: PrefixBuffer) -> None:
+        # A prefill that failed after its argument was donated leaves nothing behind.
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(prefix.arrays)):
+            prefix.arrays = self._call("init_prefix")
+        with self._prefix_lock:
+            self._prefixes.append(prefix)
+
+    def prefill(
+        self,
+        prefix: PrefixBuffer,
+        tokens: np.ndarray,
+        start: int,
+        sampling: SamplingParams,
+        *,
+        last: bool,
+        next_token: int = -1,
+        prompt_logprobs: bool = False,
+        mask: np.ndarray | None = None,
+    ) -> Step:
+        count = len(tokens)
+        bucket = self.config.prefill_bucket(count)
+        words = self._all_allowed if mask is None else mask.view(np.int32)
+        padded = np.zeros(bucket, np.int32)
+        padded[:count] = tokens
+        header = (start, count, last, prompt_logprobs, next_token, mask is not None)
+        request = self._pack(header, pack(sampling), words, padded)
+        arrays, first, prompt = self._call(f"prefill/{bucket}", prefix.arrays, self._weights, request)
+        prefix.arrays = arrays
+        return Step(first, int(last), prompt if prompt_logprobs else None, count)
+
+    def insert(
+        self,
+        prefix: PrefixBuffer,
+        first: Step,
+        slot: int,
+        pages: np.ndarray,
+        length: int,
+        sampling: SamplingParams,
+        *,
+        shared_pages: int = 0,
+    ) -> None:
+        request = self._pack((slot, length, shared_pages, len(pages)), pack(sampling), self._table_row(pages))
+        self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
+
+    def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray) -> None:
+        padded = np.zeros(self._table_width * self.config.page_size, np.int32)
+        padded[: len(tokens)] = tokens
+        request = self._pack((len(pages),), self._table_row(pages), padded)
+        prefix.arrays = self._call("fetch", prefix.arrays, self._state, request)
+
+    def set_mask(self, slot: int, mask: np.ndarray | None) -> None:
+        words = self._all_allowed if mask is None else mask.view(np.int32)
+        self._state = self._call("set_mask", self._state, self._pack((slot, mask is not None), words))
+
+    def generate(self, rows: Sequence[Row]) -> Step:
+        return self._generate(rows, self.config.batch_size(len(rows)))
+
+    def _generate(self, rows: Sequence[Row], batch: int) -> Step:
+        packed = np.zeros((batch, 2), np.int32)
+        packed[:, 0] = self.config.slots  # scratch
+        packed[: len(rows)] = [(row.slot, row.page) for row in rows]
+        self._state, results = self._call(f"generate/{batch}", self._state, self._weights, self._put(packed))
+        results.copy_to_host_async()
+        return Step(results, len(rows))
+
+    def read(self, step: Step) -> TokenResults:
+        return _unpack_results(np.asarray(step.results)[: step.rows])
+
+    def read_prompt(self, step: Step) -> TokenResults:
+        if step.prompt is None:
+            raise ValueError("this step was made without prompt_logprobs")
+        return _unpack_results(np.asarray(step.prompt)[: step.prompt_rows])
+
+    # --- helpers -------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments):
+        return self._executables[name](*arguments)
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, self._replicated)
+
+    def _pack(self, header: Sequence[int], *parts: np.ndarray) -> jax.Array:
+        return self._put(np.concatenate([np.array(header, np.int32), *parts]))
+
+    def _table_row(self, pages: np.ndarray) -> np.ndarray:
+        row = np.zeros(self._table_width, np.int32)
+        row[: len(pages)] = pages
+        return row
+
+
+def _unpack_results(packed: np.ndarray) -> TokenResults:
+    tokens, logprobs, top_tokens, top_logprobs = np.split(packed, [1, 2, 2 + TOP_LOGPROBS], axis=1)
+    return TokenResults(
+        tokens=tokens[:, 0],
+        logprobs=logprobs[:, 0].copy().view(np.float32),
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs.copy().view(np.float32),
+    )
+
+
+def _check(model: ModelConfig, config: EngineConfig, devices: int) -> None:
+    if config.tp != devices:
+        raise ConfigError(f"tp = {config.tp}, but {devices} devices were given")
+    for name, extent in (
+        ("num_kv_heads", model.num_kv_heads),
+        ("intermediate_size", model.intermediate_size),
+        ("vocab_size", model.vocab_size),
+    ):
+        if extent % config.tp:
+            raise ConfigError(f"--tp {config.tp} does not divide the model's {name} = {extent}: choose a divisor")
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(f"num_attention_heads = {model.num_heads} is no multiple of num_key_value_heads = {model.num_kv_heads}")
+    if config.batch_sizes[-1] != config.slots:
+        raise ConfigError(f"the largest of batch_sizes {config.batch_sizes} must be slots = {config.slots}")
+    if config.max_len > model.max_position:
+        raise ConfigError(f"max_len = {config.max_len} is over the model's {model.max_position} positions")

@@ -1,0 +1,94 @@
+"""What lives on the device beside the weights: the decode state and the prefixes, each one donated pytree.
+
+A program that takes one of them replaces it: the caller keeps what comes back and forgets what it passed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+
+from engine.config import EngineConfig, ModelConfig
+from engine.sampling import sampling_width
+from engine.sharding import describe, replicated
+from engine.weights import layer_groups
+
+Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
+
+
+@struct.dataclass
+class DecodeState:
+    """The state of all slots. Row ``slots`` of every per-slot array is scratch: padded rows of a batch read and write it.
+
+    ``k_pages`` and ``v_pages`` have one array per layer group (``engine/weights.py``), of n layers each. Page 0 is scratch.
+    """
+
+    k_pages: tuple[Array, ...]  # [n, kv_heads, kv_pages, page_size, head_dim] each
+    v_pages: tuple[Array, ...]
+    page_table: Array  # int32 [slots + 1, table_width]: pages of each sequence, in order; 0 beyond
+    lengths: Array  # int32 [slots + 1]: tokens whose keys and values are stored; the position of the next input
+    tokens: Array  # int32 [slots + 1]: the last token chosen, the next input
+    generated: Array  # int32 [slots + 1]: tokens generated, the first one (from prefill) included
+    counts: Array  # int32 [slots + 1, vocab]: how often each token was generated
+    in_prompt: Array  # bool [slots + 1, vocab]: tokens of the prompt
+    sampling: Array  # int32 [slots + 1, sampling width]: `engine.sampling.pack`
+    masked: Array  # bool [slots + 1]: the row's mask applies
+    masks: Array  # uint32 [slots + 1, mask words]: tokens allowed, little end first
+
+
+@struct.dataclass
+class Prefix:
+    """The keys and values of a prompt between prefill and insert, contiguous. One array per layer group."""
+
+    k: tuple[Array, ...]  # [n, kv_heads, prefix_capacity, head_dim] each
+    v: tuple[Array, ...]
+    in_prompt: Array  # bool [vocab]: tokens seen so far
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a token mask."""
+    return -(-vocab_size // 32)
+
+
+def table_width(config: EngineConfig, block_pages: int) -> int:
+    """Columns of the page table: a whole number of attention blocks."""
+    return -(-config.pages_per_slot // block_pages) * block_pages
+
+
+def abstract_state(model: ModelConfig, config: EngineConfig, mesh: Mesh, block_pages: int) -> DecodeState:
+    """Shapes, dtypes and shardings of the decode state."""
+    rows = config.slots + 1
+
+    def pool(layers: int) -> jax.ShapeDtypeStruct:
+        shape = (layers, model.num_kv_heads, config.kv_pages, config.page_size, model.head_dim)
+        return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None, None))
+
+    pools = tuple(pool(layers) for layers in layer_groups(model, config))
+    return DecodeState(
+        k_pages=pools,
+        v_pages=pools,
+        page_table=replicated(mesh, (rows, table_width(config, block_pages)), jnp.int32),
+        lengths=replicated(mesh, (rows,), jnp.int32),
+        tokens=replicated(mesh, (rows,), jnp.int32),
+        generated=replicated(mesh, (rows,), jnp.int32),
+        counts=replicated(mesh, (rows, model.vocab_size), jnp.int32),
+        in_prompt=replicated(mesh, (rows, model.vocab_size), jnp.bool_),
+        sampling=replicated(mesh, (rows, sampling_width()), jnp.int32),
+        masked=replicated(mesh, (rows,), jnp.bool_),
+        masks=replicated(mesh, (rows, mask_words(model.vocab_size)), jnp.uint32),
+    )
+
+
+def abstract_prefix(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Prefix:
+    """Shapes, dtypes and shardings of one prefix buffer."""
+
+    def buffer(layers: int) -> jax.ShapeDtypeStruct:
+        shape = (layers, model.num_kv_heads, config.prefix_capacity, model.head_dim)
+        return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None))
+
+    buffers = tuple(buffer(layers) for layers in layer_groups(model, config))
+    return Prefix(k=buffers, v=buffers, in_prompt=replicated(mesh, (model.vocab_size,), jnp.bool_))
