@@ -96,16 +96,21 @@ class Engine(Protocol):
         last: bool,  # the prompt ends here: sample the first token
         next_token: int = -1,  # prompt token after this chunk; -1: none. Only read with prompt_logprobs
         prompt_logprobs: bool = False,
+        generated: np.ndarray | None = None,  # int32 [g]: see below; read only where ``last``
     ) -> Any:
         """Computes one chunk of a prompt; the prefix is changed in place.
+
+        A sequence that was put back is prefilled with the tokens it had generated behind its prompt. ``generated`` names
+        them, so that presence and frequency penalties count them; it is passed only where those penalties are set
+        (``sampling.min_tokens`` is what remains of it; the repetition penalty covers all tokens of a prefix anyway).
 
         Returns a step to `read`: one row, the first generated token, where ``last``; with ``prompt_logprobs`` also
         the log-probs of what follows each of the ``n`` positions: see `read_prompt`.
         """
 
     def insert(self, prefix: Any, first: Any, slot: int, pages: np.ndarray, length: int, sampling: SamplingParams,
-               *, shared_pages: int = 0) -> None:
-        """Copies a prefilled prefix into the pool and makes ``slot`` ready to generate.
+               *, shared_pages: int = 0, generated: np.ndarray | None = None) -> None:
+        """Copies a prefilled prefix into the pool and makes ``slot`` ready to generate. ``generated``: as in `prefill`.
 
         ``first`` is what the last `prefill` returned; its token becomes the row's next input without a trip to the host.
         ``pages`` [ceil(length / page_size)] are the sequence's pages; the first ``shared_pages`` of them hold their
