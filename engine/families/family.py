@@ -1,0 +1,100 @@
+"""What a family is, and reading a Hugging Face config strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from engine.config import ConfigError, ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """Hugging Face names of the decoder's fields; ``{layer}`` stands for the layer's number.
+
+    q, k, v, o, gate, up and down are modules: ``.weight`` and, where the model has one, ``.bias`` follow.
+    """
+
+    embed: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
+    q: str = "model.layers.{layer}.self_attn.q_proj"
+    k: str = "model.layers.{layer}.self_attn.k_proj"
+    v: str = "model.layers.{layer}.self_attn.v_proj"
+    o: str = "model.layers.{layer}.self_attn.o_proj"
+    mlp_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    gate: str = "model.layers.{layer}.mlp.gate_proj"
+    up: str = "model.layers.{layer}.mlp.up_proj"
+    down: str = "model.layers.{layer}.mlp.down_proj"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family. ``ignored`` are patterns of tensors that checkpoints carry and no field uses, such as buffers."""
+
+    name: str  # ModelConfig.family
+    architecture: str  # in config.json's architectures
+    model_type: str
+    load_config: Callable[[dict], ModelConfig]
+    tensors: TensorNames = TensorNames()
+    ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    def ignores(self, tensor: str) -> bool:
+        return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+
+
+class Fields:
+    """Typed access to config.json. Absent and null are the same; a value of another type is a `ConfigError` by name."""
+
+    def __init__(self, hf: dict, prefix: str = "config.json"):
+        self.hf = hf
+        self.prefix = prefix
+
+    def get(self, name: str) -> object:
+        return self.hf.get(name)
+
+    def fail(self, name: str, expected: str) -> ConfigError:
+        return ConfigError(f"{self.prefix}: {name} is {self.hf.get(name)!r}; {expected}")
+
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = self.hf.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.fail(name, f"an integer of at least {minimum} is needed")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.hf.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise self.fail(name, "a positive number is needed")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.hf.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(name, "true or false is needed")
+        return value
+
+    def token(self, name: str) -> int | None:
+        """A token id, or none. Lists (several EOS) are read by `tokens`."""
+        ids = self.tokens(name)
+        if len(ids) > 1:
+            raise self.fail(name, "one id is needed")
+        return ids[0] if ids else None
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """Token ids: an integer, a list of them, or null."""
+        value = self.hf.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in ids):
+            raise self.fail(name, "token ids are needed")
+        return tuple(ids)
