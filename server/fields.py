@@ -277,7 +277,7 @@ SAMPLING: Table = {
     "min_p": Field("min_p", number(0, 1)),
     "presence_penalty": Field("presence_penalty", number(-2, 2)),
     "frequency_penalty": Field("frequency_penalty", number(-2, 2)),
-    "repetition_penalty": Field("repetition_penalty", number(0, 1e6, above=True)),
+    "repetition_penalty": Field("repetition_penalty", number(1e-3, 1e3)),
     "seed": Field("seed", integer(0, INT64_MAX)),
     "stop": Field("stop", stop_strings),
     "stop_token_ids": Field("stop_token_ids", lambda value: token_ids(value, MAX_STOP_TOKEN_IDS)),

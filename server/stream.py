@@ -1,0 +1,166 @@
+"""From the detokenize thread to one gRPC stream: `StreamSink` collects what a request produces until its stream can take it.
+
+The detokenize thread calls `delta`; it never waits. The stream's coroutine awaits `ready` and takes all that has come since, as one
+message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never reads is at most
+the request's own output, which ``max_tokens`` bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+
+from protos.orchestrator_pb2 import DecodeResponse, TokenLogprob as WireLogprob
+from server.errors import ServerError
+from server.request import Delta, FinishReason, TokenLogprob, Usage
+from server.tokenizers import Tokenizer
+
+Sample = DecodeResponse.StreamContent.Sample
+LOGPROBS_PER_MESSAGE = 1024  # tokens with log-probs in one message, so that none nears the message limit
+
+
+@dataclasses.dataclass
+class _Pending:
+    """What one sample has produced and the stream has not taken."""
+
+    texts: list[str] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class StreamSink:
+    """The `server.request.Sink` of a gRPC stream."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, samples: int):
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._lock = threading.Lock()
+        self._pending = [_Pending() for _ in range(samples)]
+        self._woken = False
+        self._prompt: tuple[TokenLogprob | None, ...] | None = None
+        self._usage: Usage | None = None
+        self._error: ServerError | None = None
+
+    # Called from the detokenize thread.
+
+    def prompt_logprobs(self, logprobs: tuple[TokenLogprob | None, ...]) -> None:
+        with self._lock:
+            self._prompt = logprobs
+            self._wake()
+
+    def delta(self, delta: Delta) -> None:
+        with self._lock:
+            pending = self._pending[delta.sample]
+            pending.texts.append(delta.text)
+            pending.tokens += delta.tokens
+            pending.logprobs += delta.logprobs
+            if delta.finish_reason is not None:
+                pending.finish_reason = delta.finish_reason
+                pending.stop_reason = delta.stop_reason
+            self._wake()
+
+    def finish(self, usage: Usage) -> None:
+        with self._lock:
+            self._usage = usage
+            self._wake()
+
+    def fail(self, error: ServerError) -> None:
+        with self._lock:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._changed.set)
+            except RuntimeError:  # the loop is closed: the server has stopped and nobody reads this any more
+                pass
+
+    # Called in the event loop.
+
+    async def ready(self) -> None:
+        """Waits until there is something to take."""
+        await self._changed.wait()
+
+    def take(self) -> tuple[tuple[TokenLogprob | None, ...] | None, list[_Pending], Usage | None, ServerError | None]:
+        """All that has come: prompt log-probs, what is new of each sample, and how it ended (`None` while it goes on)."""
+        with self._lock:
+            taken = self._prompt, self._pending, self._usage, self._error
+            self._prompt, self._pending = None, [_Pending() for _ in self._pending]
+            self._woken = False
+            self._changed.clear()
+            return taken
+
+
+class MessageWriter:
+    """Makes the messages of one stream."""
+
+    def __init__(self, tokenizer: Tokenizer, samples: int, *, text: bool, logprobs: int | None, prompt_logprobs: int | None):
+        self._tokenizer = tokenizer
+        self._samples = samples
+        self._text = text
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
+
+    def prompt(self, ids: tuple[int, ...], text: str | None,
+               logprobs: tuple[TokenLogprob | None, ...] | None) -> list[DecodeResponse]:
+        """The messages that bring the prompt back."""
+        messages = []
+        for start in range(0, len(ids), LOGPROBS_PER_MESSAGE):
+            message = self._message([Sample() for _ in range(self._samples)])
+            part = slice(start, start + LOGPROBS_PER_MESSAGE)
+            message.prompt.token_ids.extend(ids[part])
+            if text is not None and start == 0:
+                message.prompt.text = text
+            if logprobs is not None:
+                message.prompt.logprobs.extend(
+                    self._logprob(token, entry, self._prompt_logprobs or 0)
+                    for token, entry in zip(ids[part], logprobs[part], strict=True))
+            messages.append(message)
+        return messages
+
+    def deltas(self, pending: list[_Pending], usage: Usage | None) -> list[DecodeResponse]:
+        """The messages for what is new; none where nothing is."""
+        messages = []
+        while self._logprobs is not None and sum(len(sample.logprobs) for sample in pending) > LOGPROBS_PER_MESSAGE:
+            first = next(sample for sample in pending if sample.logprobs)
+            part = dataclasses.replace(first, texts=[], tokens=first.tokens[:LOGPROBS_PER_MESSAGE],
+                                       logprobs=first.logprobs[:LOGPROBS_PER_MESSAGE], finish_reason=None, stop_reason=None)
+            first.tokens, first.logprobs = first.tokens[LOGPROBS_PER_MESSAGE:], first.logprobs[LOGPROBS_PER_MESSAGE:]
+            messages.append(self._message([self._sample(part if sample is first else _Pending()) for sample in pending]))
+        if usage is not None or any(sample.texts or sample.finish_reason for sample in pending):
+            messages.append(self._message([self._sample(sample) for sample in pending]))
+        if usage is not None:
+            messages[-1].usage.prompt_tokens = usage.prompt_tokens
+            messages[-1].usage.completion_tokens = usage.completion_tokens
+            messages[-1].usage.cached_tokens = usage.cached_tokens
+        return messages
+
+    def _message(self, samples: list[Sample]) -> DecodeResponse:
+        return DecodeResponse(stream_content=DecodeResponse.StreamContent(samples=samples))
+
+    def _sample(self, pending: _Pending) -> Sample:
+        sample = Sample(text="".join(pending.texts) if self._text else "", token_ids=pending.tokens)
+        if pending.finish_reason is not None:
+            sample.finish_reason = pending.finish_reason
+        if isinstance(pending.stop_reason, str):
+            sample.stop_string = pending.stop_reason
+        elif pending.stop_reason is not None:
+            sample.stop_token_id = pending.stop_reason
+        if self._logprobs is not None:
+            sample.logprobs.extend(self._logprob(entry.token, entry, self._logprobs) for entry in pending.logprobs)
+        return sample
+
+    def _logprob(self, token: int, entry: TokenLogprob | None, alternatives: int) -> WireLogprob:
+        text, raw = self._tokenizer.token_text, self._tokenizer.token_bytes
+        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token))
+        if entry is not None:
+            wire.logprob = entry.logprob
+            wire.alternatives.extend(
+                WireLogprob.Alternative(token_id=other, logprob=logprob, text=text(other), raw=raw(other))
+                for other, logprob in entry.top[:alternatives])
+        return wire
