@@ -6,7 +6,7 @@ one token of each sequence in decode; where keys and values are kept, and what i
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from engine.rope import rotate, rotation
 from engine.weights import LayerWeights, Weights
 
 Pools = tuple[jax.Array, jax.Array]  # keys and values of one layer group, leading dimension n
-
-C = TypeVar("C")
 
 
 class Cache(Protocol):
@@ -76,23 +74,26 @@ def run_layers(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """All layers: the hidden states [rows, hidden] before the final norm, and the new keys and values."""
     cos_sin = rotation(model.rope, model.head_dim, positions)
-    new_keys, new_values = [], []
-    for group, k, v in zip(weights.layers, keys, values, strict=True):
-        layers = k.shape[0]
-        if layers == 1:
-            one = jax.tree.map(lambda leaf: leaf[0], group)
-            x, (k, v) = _layer(model, one, x, cos_sin, (k, v), 0, cache)
-        else:
 
-            def step(carry, layer_and_weights):
-                x, pools = carry
-                layer, one = layer_and_weights
-                return _layer(model, one, x, cos_sin, pools, layer, cache), None
+    # A function of its own is traced once for all unrolled layers; XLA inlines it, so the donation of the pools holds.
+    @jax.jit
+    def only_layer(group, x, pools):
+        return _layer(model, jax.tree.map(lambda leaf: leaf[0], group), x, cos_sin, pools, 0, cache)
 
-            (x, (k, v)), _ = jax.lax.scan(step, (x, (k, v)), (jnp.arange(layers), group))
-        new_keys.append(k)
-        new_values.append(v)
-    return x, tuple(new_keys), tuple(new_values)
+    def all_layers(group, x, pools):
+        def step(carry, layer_and_weights):
+            layer, one = layer_and_weights
+            return _layer(model, one, carry[0], cos_sin, carry[1], layer, cache), None
+
+        return jax.lax.scan(step, (x, pools), (jnp.arange(pools[0].shape[0]), group))[0]
+
+    new_pools = []
+    for group, *pools in zip(weights.layers, keys, values, strict=True):
+        run = only_layer if pools[0].shape[0] == 1 else all_layers
+        x, pools = run(group, x, tuple(pools))
+        new_pools.append(pools)
+    keys, values = zip(*new_pools, strict=True)
+    return x, keys, values
 
 
 def logits(model: ModelConfig, weights: Weights, x: jax.Array) -> jax.Array:
