@@ -1,0 +1,161 @@
+"""From a described engine to one that has run every program once.
+
+The flow of a start, in the order things happen::
+
+    store    = open_store(root, model, config, devices, budget)
+    kv_pages = the number in store.resolved, or plan.resolve_kv_pages(...), which is then recorded
+    engine   = JaxEngine(model, config with kv_pages, devices)
+    prepared = prepare(engine, mode, store, report=report, guard=guard)      (weights load meanwhile, in another thread)
+    plan.measure(engine, prepared.memory, budget).check()                    (before anything big is allocated)
+    engine.install(prepared.executables); engine.set_weights(...); engine.allocate()
+    prepared.touch_all(engine)
+    the proof; prepared.record_proof(...)
+
+`prepare` and `touch_all` name the program that fails, and a failure ends the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import jax
+
+from engine.config import EngineConfig, ModelConfig
+from engine.programs import Program
+from warmup import aot, manual
+from warmup.compiling import compile_programs, naming
+from warmup.errors import WarmupError
+from warmup.fingerprint import ArgumentDescriber, fingerprint
+from warmup.guard import Guard
+from warmup.report import ProgramMemory, WarmupReport
+from warmup.store import ArtifactStore
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["manual", "aot", "none"]
+
+
+class WarmableEngine(Protocol):
+    """What warmup needs of an engine; `engine.jax_engine.JaxEngine` has it."""
+
+    devices: Sequence[jax.Device]
+
+    def programs(self) -> tuple[Program, ...]: ...
+
+    def install(self, executables: Mapping[str, Callable]) -> None: ...
+
+    def allocate(self) -> None: ...
+
+    def touch(self, name: str) -> None: ...
+
+
+def open_store(root: Path | None, model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *,
+               budget: int = 0) -> ArtifactStore:
+    """The store of a configuration under the warmup cache ``root``; `None` stores nothing. ``config.kv_pages`` does not matter.
+
+    ``budget`` is the memory budget in bytes per device: it decides ``kv_pages``, which the store keeps.
+    """
+    return ArtifactStore(root, fingerprint(model, config, devices, budget=budget))
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A table whose programs can be called, by name.
+
+    ``unchanged``: every one was loaded from the store, and this set has passed the proof before, so one request proves it again.
+    """
+
+    mode: Mode
+    executables: dict[str, Callable]
+    memory: dict[str, ProgramMemory]
+    unchanged: bool
+    _store: ArtifactStore
+    _report: WarmupReport
+    _guard: Guard
+    _describer: ArgumentDescriber
+    _loaded: dict[str, aot.Loaded]
+
+    def touch_all(self, engine: WarmableEngine) -> None:
+        """Runs every program once on the engine's real buffers, which must be allocated; in mode none, does nothing.
+
+        An executable of the store that fails here is compiled again, once. What has run enters the manifest.
+
+        Raises:
+          WarmupError: a program failed, by name.
+        """
+        if self.mode == "none":
+            return
+        self._report.touching()
+        programs = {program.name: program for program in engine.programs()}
+        for name, program in programs.items():
+            began = time.perf_counter()
+            try:
+                naming(program, "run", lambda name=name: engine.touch(name))
+            except WarmupError as error:
+                if name not in self._loaded or not self._loaded[name].from_store:
+                    raise
+                logger.warning("warmup cache: compiling program %s again: %s", name, error)
+                self._recompile(engine, program)
+                naming(program, "run", lambda name=name: engine.touch(name))
+            self._report.touched(name, time.perf_counter() - began)
+        pending = [loaded.pending for loaded in self._loaded.values() if loaded.pending is not None]
+        self._store.commit(
+            pending,
+            arguments={name: self._describer.describe(program) for name, program in programs.items()},
+            groups=self._describer.groups,
+        )
+
+    def record_proof(self, seconds: float, requests: int) -> None:
+        """The whole serving path has been proven with these programs: the next unchanged start proves it with one request."""
+        if self.mode == "aot":
+            self._store.record_proof(self.mode, seconds, requests)
+
+    def _recompile(self, engine: WarmableEngine, program: Program) -> None:
+        self._store.discard(program.name)
+        with aot.no_persistent_cache():
+            (done,) = compile_programs([program], self._guard, lambda done: done)
+        self.executables[program.name] = done.compiled
+        self.unchanged = False
+        self._loaded[program.name] = aot.Loaded(done.compiled, done.memory, from_store=False)
+        self._report.prepared(
+            program.name, "compiled", done.memory, trace=done.seconds_trace, compile=done.seconds_compile
+        )
+        engine.install(self.executables)
+        engine.allocate()  # the failed run may have taken the donated buffers with it
+
+
+def prepare(engine: WarmableEngine, mode: Mode, store: ArtifactStore, *, report: WarmupReport, guard: Guard,
+            workers: int | None = None) -> Prepared:
+    """Makes every program of the table callable: compiled (manual), loaded or compiled (aot), or left to first use (none).
+
+    ``workers`` is the number of threads that load or compile; by default one per core.
+
+    Raises:
+      WarmupError: a program failed, by name; `DonationLost` where one does not write its donated argument in place.
+    """
+    programs = engine.programs()
+    report.begin([program.name for program in programs])
+    describer = ArgumentDescriber()
+    loaded: dict[str, aot.Loaded] = {}
+    unchanged = False
+    memory: dict[str, ProgramMemory] = {}
+    executables: dict[str, Callable]
+    match mode:
+        case "none":
+            executables = {program.name: program.function for program in programs}
+        case "manual":
+            manual.use_persistent_cache(store.root)
+            executables, memory = manual.compile_table(programs, guard, report, workers=workers)
+        case "aot":
+            loaded = aot.load_or_compile(programs, engine.devices, store, describer, guard, report, workers=workers)
+            executables = {program.name: loaded[program.name].compiled for program in programs}
+            memory = {program.name: loaded[program.name].memory for program in programs}
+            unchanged = store.proven and all(item.from_store for item in loaded.values())
+        case _:
+            raise ValueError(f"no warmup mode {mode!r}: manual, aot or none")
+    return Prepared(mode, executables, memory, unchanged, store, report, guard, describer, loaded)
