@@ -1,0 +1,151 @@
+"""The tokenizer inside a GGUF, built from its metadata.
+
+``tokenizer.ggml.model`` says which kind: ``gpt2`` is byte-level BPE, whose way of cutting text into words is only named, in
+``tokenizer.ggml.pre``; ``llama`` is SentencePiece BPE. A name that is not known here is refused, since another way of cutting gives
+other ids. The regular expressions are those of the models' own tokenizer.json files.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from engine.checkpoints.gguf_file import GgufFile
+from server.errors import StartError
+from server.tokenizers import sentencepiece as spm
+from server.tokenizers.base import BytesTokenizer
+from server.tokenizers.chat import ChatTemplate
+from server.tokenizers.fast import FastTokenizer
+from server.tokenizers.special import SpecialToken
+
+# Tokens that end a turn whatever the metadata call EOS, as llama.cpp has it: many files name only one of theirs.
+END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>"}
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# How text is cut before merging: each expression cuts further what the ones before it left.
+SPLITS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (GPT2,),
+    "smollm": (r"\p{N}", GPT2),
+    "starcoder": (r"\p{N}", GPT2),
+    "refact": (r"\p{N}", GPT2),
+    "command-r": (r"\p{N}", GPT2),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "llama-bpe": (LLAMA3,),
+    "llama3": (LLAMA3,),
+    "llama-v3": (LLAMA3,),
+    "qwen2": (QWEN2,),
+    "deepseek-r1-qwen": (QWEN2,),
+    "tekken": (TEKKEN,),
+}
+IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token is that token, whatever the merges
+NFC = {"qwen2", "deepseek-r1-qwen"}  # text is composed first
+ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the metadata do not say
+
+
+def load_gguf_tokenizer(path: pathlib.Path) -> BytesTokenizer:
+    """The tokenizer of a GGUF. Raises `StartError`, or `CheckpointError` where the file itself is at fault."""
+    file = GgufFile(path)
+    kind = file.require("tokenizer.ggml.model")
+    if kind == "gpt2":
+        return _byte_level(file)
+    if kind == "llama":
+        return _sentencepiece(file)
+    raise StartError(f"{path}: tokenizer.ggml.model is {kind!r}, which is not served; served are gpt2 (byte-level BPE) and llama")
+
+
+def _types(file: GgufFile, count: int) -> list[int]:
+    types = file.get("tokenizer.ggml.token_type")
+    return [spm.NORMAL] * count if types is None else types.tolist()
+
+
+def _eos(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[int, ...]:
+    named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    spelled = [id for id, token in enumerate(tokens) if token in END_OF_TURN and types[id] == spm.CONTROL]
+    return tuple(dict.fromkeys([id for id in named if id is not None] + spelled))
+
+
+def _prefix(file: GgufFile, default: bool) -> list[int]:
+    bos = file.get("tokenizer.ggml.bos_token_id")
+    return [bos] if bos is not None and file.get("tokenizer.ggml.add_bos_token", default) else []
+
+
+def _chat_template(file: GgufFile, tokens: list[str], control: list[str]) -> ChatTemplate | None:
+    template = file.get("tokenizer.chat_template")
+    if template is None:
+        return None
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    spellings = {name: tokens[id] for name, id in ids.items() if id is not None}
+    named = {"default": template}
+    for name in file.get("tokenizer.chat_templates", []):
+        named[name] = file.require(f"tokenizer.chat_template.{name}")
+    return ChatTemplate(named, special_tokens=spellings, control_spellings=control, source=f"{file.path}: tokenizer.chat_template")
+
+
+def _byte_level(file: GgufFile) -> FastTokenizer:
+    pre = file.get("tokenizer.ggml.pre")
+    if pre not in SPLITS:
+        found = "is missing" if pre is None else f"is {pre!r}, which is not served"
+        raise StartError(
+            f"{file.path}: tokenizer.ggml.pre {found}; served are {', '.join(SPLITS)}: "
+            "convert the model again with a current converter, or use its safetensors version"
+        )
+    tokens = file.require("tokenizer.ggml.tokens")
+    types = _types(file, len(tokens))
+    vocab = {token: id for id, token in enumerate(tokens)}
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge in file.require("tokenizer.ggml.merges") if (cut := merge.find(" ", 1))]
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in IGNORE_MERGES)
+    except Exception as error:  # the library has no type of its own for this
+        raise StartError(f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({error}); download it again") from None
+    tokenizer = tokenizers.Tokenizer(model)
+    if pre in NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(cut), behavior="isolated") for cut in SPLITS[pre]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=file.get("tokenizer.ggml.add_space_prefix", False), use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]
+    words = [token for token, kind in zip(tokens, types, strict=True) if kind == spm.USER_DEFINED]
+    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in words])
+    return FastTokenizer(
+        tokenizer,
+        source=str(file.path),
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_eos(file, tokens, types),
+        prefix=_prefix(file, pre in ADDS_BOS),
+        chat_template=_chat_template(file, tokens, control),
+        unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
+    )
+
+
+def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
+    tokens = file.require("tokenizer.ggml.tokens")
+    types = _types(file, len(tokens))
+    scores = file.require("tokenizer.ggml.scores").tolist()
+    model = spm.bpe_model(tokens, scores, types, add_space_prefix=file.get("tokenizer.ggml.add_space_prefix", True))
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]
+    words = [SpecialToken(id, token, control=False) for id, token in enumerate(tokens) if types[id] == spm.USER_DEFINED]
+    return spm.SentencePieceTokenizer(
+        model,
+        source=str(file.path),
+        added=words,
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=_eos(file, tokens, types),
+        prefix=_prefix(file, True),
+        chat_template=_chat_template(file, tokens, control),
+    )

@@ -1,0 +1,55 @@
+"""Added tokens: spellings that are one id, found in text before anything else looks at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialToken:
+    """``control`` tokens are left out of decoded text and never parsed from a user's; the others are words like any."""
+
+    id: int
+    content: str
+    control: bool = True
+    lstrip: bool = False  # takes the whitespace before it
+    rstrip: bool = False
+
+
+class SpecialTokens:
+    """The added tokens of a tokenizer."""
+
+    def __init__(self, tokens: Iterable[SpecialToken]):
+        self.tokens = {token.content: token for token in tokens if token.content}
+        self.by_id = {token.id: token for token in self.tokens.values()}
+        self.control_ids = frozenset(token.id for token in self.tokens.values() if token.control)
+        self._all = _alternatives(self.tokens)
+        self._words = _alternatives(content for content, token in self.tokens.items() if not token.control)
+
+    @property
+    def control_spellings(self) -> tuple[str, ...]:
+        return tuple(content for content, token in self.tokens.items() if token.control)
+
+    def split(self, text: str, *, parse_special: bool) -> list[str | int]:
+        """The text cut at added tokens: their ids, and the stretches of plain text between them."""
+        pattern = self._all if parse_special else self._words
+        parts: list[str | int] = []
+        begin = 0
+        for match in pattern.finditer(text) if pattern is not None else ():
+            token = self.tokens[match[0]]
+            stretch = text[begin : match.start()]
+            begin = match.end()
+            if token.lstrip:
+                stretch = stretch.rstrip()
+            if token.rstrip:
+                begin = len(text) - len(text[begin:].lstrip())
+            parts += [stretch, token.id] if stretch else [token.id]
+        return parts + [text[begin:]] if begin < len(text) else parts
+
+
+def _alternatives(contents: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of the spellings, the longest first; `None` where there are none."""
+    ordered = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
