@@ -255,6 +255,7 @@ class MockEngine:
         last: bool,
         next_token: int = -1,
         prompt_logprobs: bool = False,
+        mask: np.ndarray | None = None,
         generated: np.ndarray | None = None,
     ) -> MockStep:
         ids = self._ids(tokens)
@@ -267,7 +268,7 @@ class MockEngine:
         for token in ids:
             _append(prefix.cells, token)
         context = [cell.token for cell in prefix.cells]
-        first = [self._choose(context, sampling, self._counts(generated), None)] if last else []
+        first = [self._choose(context, sampling, self._counts(generated), mask)] if last else []
         prompt = None
         if prompt_logprobs:
             following = [*context[start + 1 :], next_token]
