@@ -96,6 +96,7 @@ class Engine(Protocol):
         last: bool,  # the prompt ends here: sample the first token
         next_token: int = -1,  # prompt token after this chunk; -1: none. Only read with prompt_logprobs
         prompt_logprobs: bool = False,
+        mask: np.ndarray | None = None,  # restricts the first token: as in `set_mask`
         generated: np.ndarray | None = None,  # int32 [g]: see below; read only where ``last``
     ) -> Any:
         """Computes one chunk of a prompt; the prefix is changed in place.

@@ -2,8 +2,8 @@
 
 Each takes at most one packed int32 array from the host, so a call costs one small transfer:
 
-    prefill    start, length, last, want prompt log-probs, next token, masked | sampling | mask | tokens
-    insert     slot, length, first page to write, pages used | sampling | pages
+    prefill    start, length, last, want prompt log-probs, next token, masked | sampling | mask | generated | tokens
+    insert     slot, length, first page to write, pages used | sampling | generated | pages
     fetch      pages used | pages | tokens
     set_mask   slot, masked | mask
     generate   per row: slot, page of the position written
@@ -71,13 +71,14 @@ class PagedCache:
         return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
 
 
-def prefill(model: ModelConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
+def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
     """One chunk of a prompt, padded to ``bucket`` tokens.
 
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
     log-probs [bucket, result_width()], zeros unless wanted.
     """
-    header, sampling, mask, tokens = _split(request, PREFILL_HEADER, sampling_width(), mask_words(model.vocab_size), bucket)
+    sizes = (sampling_width(), mask_words(model.vocab_size), config.max_len, bucket)
+    header, sampling, mask, generated, tokens = _split(request, PREFILL_HEADER, *sizes)
     start, length, last, want_prompt, next_token, masked = header
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
     live = jnp.arange(bucket) < length
@@ -95,7 +96,7 @@ def prefill(model: ModelConfig, bucket: int, prefix: Prefix, weights: Weights, r
             generated=jnp.zeros(1, jnp.int32),
             masked=masked[None] > 0,
             slots=jnp.zeros(1, jnp.int32),
-            counts=jnp.zeros((1, model.vocab_size), jnp.int32),
+            counts=_count(model, generated)[None],
             in_prompt=seen[None],
             masks=jax.lax.bitcast_convert_type(mask, jnp.uint32)[None],
         )
@@ -130,7 +131,8 @@ def _prompt_logprobs(model: ModelConfig, weights: Weights, x: jax.Array, followi
 
 def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix: Prefix, first: jax.Array, request: jax.Array):
     """Copies a prefix into its pages and makes the slot's row."""
-    header, sampling, pages = _split(request, INSERT_HEADER, sampling_width(), state.page_table.shape[1])
+    sizes = (sampling_width(), config.max_len, state.page_table.shape[1])
+    header, sampling, generated, pages = _split(request, INSERT_HEADER, *sizes)
     slot, length, first_page, used = header
     size = config.page_size
 
@@ -144,7 +146,7 @@ def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix:
 
     k_pages, v_pages = jax.lax.fori_loop(first_page, used, copy_page, (state.k_pages, state.v_pages))
     token = first[0, 0]
-    counts = jnp.zeros(model.vocab_size, jnp.int32).at[token].set(1, mode="drop")
+    counts = _count(model, generated).at[token].add(1)
     return DecodeState(
         k_pages=k_pages,
         v_pages=v_pages,
@@ -233,6 +235,11 @@ def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weigh
         masks=state.masks,
     )
     return new_state, pack_results(chosen, scores, jnp.any(options.logprobs > 0))
+
+
+def _count(model: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """How often each id is among ``tokens`` int32 [n], padded with NO_TOKEN: int32 [vocab]."""
+    return jnp.zeros(model.vocab_size, jnp.int32).at[tokens].add(1, mode="drop")
 
 
 def _split(request: jax.Array, header: int, *sizes: int) -> list:

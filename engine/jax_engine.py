@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.programs import Program
-from engine.sampling import pack, result_width, sampling_width
+from engine.sampling import NO_TOKEN, pack, result_width, sampling_width
 from engine.sharding import make_mesh, replicated
 from engine.state import DecodeState, Prefix, abstract_prefix, abstract_state, mask_words, table_width
 from engine.weights import Weights, abstract_weights
@@ -77,6 +77,7 @@ class JaxEngine:
         self._state: DecodeState | None = None
         self._prefixes: collections.deque[PrefixBuffer] = collections.deque()
         self._prefix_lock = threading.Lock()
+        self._none_generated = np.full(config.max_len, NO_TOKEN, np.int32)
         self._all_allowed = np.full(mask_words(model.vocab_size), -1, np.int32)
 
     # --- the table -----------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class JaxEngine:
         """Every program that the verbs can call."""
         return tuple(self._programs.values())
 
-    def _table(self) -> list[Program]:
+    def _table(self) -> Iterator[Program]:
         model, config = self.model, self.config
         state, prefix, weights = self.abstract_state, self.abstract_prefix, self.abstract_weights
 
@@ -120,11 +121,11 @@ class JaxEngine:
         yield program("init_state", init_state, (), state)
         yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
         for bucket in config.prefill_buckets:
-            request = host(functions.PREFILL_HEADER + sampling + mask + bucket)
-            function = named(f"prefill_{bucket}", functions.prefill, model, bucket)
+            request = host(functions.PREFILL_HEADER + sampling + mask + config.max_len + bucket)
+            function = named(f"prefill_{bucket}", functions.prefill, model, config, bucket)
             outputs = (prefix, first, host(bucket, result_width()))
             yield program(f"prefill/{bucket}", function, (prefix, weights, request), outputs, donates=0)
-        request = host(functions.INSERT_HEADER + sampling + table)
+        request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
         function = named("insert", functions.insert, model, config)
         yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
         request = host(functions.FETCH_HEADER + table + table * config.page_size)
@@ -217,6 +218,7 @@ class JaxEngine:
         next_token: int = -1,
         prompt_logprobs: bool = False,
         mask: np.ndarray | None = None,
+        generated: np.ndarray | None = None,
     ) -> Step:
         count = len(tokens)
         bucket = self.config.prefill_bucket(count)
@@ -224,7 +226,7 @@ class JaxEngine:
         padded = np.zeros(bucket, np.int32)
         padded[:count] = tokens
         header = (start, count, last, prompt_logprobs, next_token, mask is not None)
-        request = self._pack(header, pack(sampling), words, padded)
+        request = self._pack(header, pack(sampling), words, self._generated(generated), padded)
         arrays, first, prompt = self._call(f"prefill/{bucket}", prefix.arrays, self._weights, request)
         prefix.arrays = arrays
         return Step(first, int(last), prompt if prompt_logprobs else None, count)
@@ -239,8 +241,10 @@ class JaxEngine:
         sampling: SamplingParams,
         *,
         shared_pages: int = 0,
+        generated: np.ndarray | None = None,
     ) -> None:
-        request = self._pack((slot, length, shared_pages, len(pages)), pack(sampling), self._table_row(pages))
+        header = (slot, length, shared_pages, len(pages))
+        request = self._pack(header, pack(sampling), self._generated(generated), self._table_row(pages))
         self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
 
     def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray) -> None:
@@ -282,6 +286,13 @@ class JaxEngine:
 
     def _pack(self, header: Sequence[int], *parts: np.ndarray) -> jax.Array:
         return self._put(np.concatenate([np.array(header, np.int32), *parts]))
+
+    def _generated(self, tokens: np.ndarray | None) -> np.ndarray:
+        if tokens is None:
+            return self._none_generated
+        padded = self._none_generated.copy()
+        padded[: len(tokens)] = tokens
+        return padded
 
     def _table_row(self, pages: np.ndarray) -> np.ndarray:
         row = np.zeros(self._table_width, np.int32)
