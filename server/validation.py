@@ -100,9 +100,9 @@ def build_request(
         ModelNotFound: another model is asked for.
     """
     check_model(parsed.model, limits)
-    _check_ids("prompt", prompt, limits)
-    _check_ids("stop_token_ids", parsed.stop_token_ids, limits)
-    _check_ids("logit_bias", (token for token, _ in parsed.logit_bias), limits)
+    check_ids("prompt", prompt, limits)
+    check_ids("stop_token_ids", parsed.stop_token_ids, limits)
+    check_ids("logit_bias", (token for token, _ in parsed.logit_bias), limits)
     max_tokens = _max_tokens(parsed, len(prompt), limits)
     if parsed.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens {parsed.min_tokens} is more than max_tokens, {max_tokens}", param="min_tokens")
@@ -171,7 +171,7 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _check_ids(name: str, ids: Iterable[int], limits: ModelLimits) -> None:
+def check_ids(name: str, ids: Iterable[int], limits: ModelLimits) -> None:
     for token in ids:
         if not 0 <= token < limits.vocab_size:
             raise InvalidRequest(

@@ -1,0 +1,241 @@
+"""A small client for the gRPC port, synchronous (`Client`) and asynchronous (`AsyncClient`).
+
+>>> with Client("127.0.0.1:9000") as client:
+...     print(client.generate("The capital of France is", max_tokens=8).text)
+...     for piece in client.stream("Once upon a time", max_tokens=64, temperature=0.8, seed=1):
+...         print(piece.text, end="")
+
+Options are the sampling fields of the HTTP API, by the same names (``server/fields.py``). Failures are raised as the types of
+`server.errors`, whatever they were on the wire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from protos import orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
+from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
+from server import errors
+
+MESSAGE_LIMIT = 64 * 2**20  # bytes; the server's own
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT), ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    # A server that starts is reached soon after it listens, not after a backoff of minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
+]
+_TYPES = {
+    error.grpc_code: error for error in (
+        errors.InternalError, errors.InvalidRequest, errors.Unauthenticated, errors.NotFound, errors.MethodNotAllowed,
+        errors.TooLarge, errors.Cancelled, errors.Unavailable, errors.TimedOut)}
+_CODES = {error.code: error for error in (errors.QueueFull, errors.ModelNotFound, errors.TooLarge)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a stream brings for the first sample."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A whole answer (of the first sample)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+def decode_request(prompt: str | Sequence[int], *, max_tokens: int = 0, n: int = 1, **options: Any) -> DecodeRequest:
+    """A request for a prompt: text (tokenized by the server) or token ids (used as they are, text comes back too).
+
+    Args:
+        prompt: text or token ids.
+        max_tokens: of each sample; 0: as many as fit.
+        n: samples.
+        options: fields of ``DecodeRequest`` from number 20, such as ``temperature``, ``seed``, ``stop``.
+    """
+    request = DecodeRequest(max_tokens=max_tokens, num_samples=n, **options)
+    if isinstance(prompt, str):
+        request.text_content.text = prompt
+    else:
+        request.token_content.token_ids.extend(prompt)
+        request.want_text = True
+    return request
+
+
+def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
+    """The error of ours that a failed call stands for."""
+    code, message = error.code(), error.details() or error.code().name  # type: ignore[attr-defined]
+    metadata = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
+    try:
+        detail = json.loads(metadata.get("preheat-error", "{}"))
+    except ValueError:
+        detail = {}
+    kind = _CODES.get(detail.get("code")) or _TYPES.get(code, errors.InternalError)
+    made = kind(message, param=detail.get("param"), retry_after=detail.get("retry_after"))
+    if detail:
+        made.code, made.type = detail.get("code"), detail.get("type", made.type)
+    return made
+
+
+def _credentials(ca: Path | None) -> grpc.ChannelCredentials | None:
+    return None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
+
+
+def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def _piece(message: DecodeResponse) -> Piece:
+    sample = message.stream_content.samples[0]
+    return Piece(sample.text, tuple(sample.token_ids), sample.finish_reason if sample.HasField("finish_reason") else None)
+
+
+class _Collector:
+    """Puts the messages of a stream together."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._usage = DecodeResponse.Usage()
+
+    def add(self, message: DecodeResponse) -> None:
+        self._pieces.append(_piece(message))
+        if message.HasField("usage"):
+            self._usage = message.usage
+
+    def completion(self) -> Completion:
+        return Completion(
+            text="".join(piece.text for piece in self._pieces),
+            token_ids=tuple(token for piece in self._pieces for token in piece.token_ids),
+            finish_reason=next((piece.finish_reason for piece in self._pieces if piece.finish_reason), ""),
+            prompt_tokens=self._usage.prompt_tokens, completion_tokens=self._usage.completion_tokens,
+            cached_tokens=self._usage.cached_tokens)
+
+
+class Client:
+    """Synchronous. ``address`` is ``host:port``; ``ca`` holds the certificates (PEM) that verify the server's TLS."""
+
+    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None):
+        credentials = _credentials(ca)
+        self.channel = (grpc.insecure_channel(address, _OPTIONS) if credentials is None
+                        else grpc.secure_channel(address, credentials, _OPTIONS))
+        self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
+        self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
+        self._metadata = _metadata(api_key)
+        self._timeout = timeout  # seconds, of each call
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.channel.close()
+
+    def decode(self, request: DecodeRequest) -> Iterator[DecodeResponse]:
+        """The messages of one request. Closing the iterator cancels the request."""
+        call = self.orchestrator.Decode(request, timeout=self._timeout, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Piece]:
+        """Generates piece by piece; options as for `decode_request`."""
+        for message in self.decode(decode_request(prompt, **options)):
+            yield _piece(message)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+        """Generates and waits for all of it; options as for `decode_request`."""
+        collector = _Collector()
+        for message in self.decode(decode_request(prompt, **options)):
+            collector.add(message)
+        return collector.completion()
+
+    def call(self, method: str, request: Any) -> Any:
+        """A method of the ``preheat.v1.Preheat`` service."""
+        try:
+            return getattr(self.preheat, method)(request, timeout=self._timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def state(self) -> preheat_pb2.StateResponse:
+        return self.call("State", preheat_pb2.StateRequest())
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self.call("Tokenize", preheat_pb2.TokenizeRequest(text=text)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=token_ids)).text
+
+
+class AsyncClient:
+    """Asynchronous; made and used in one event loop. Arguments as `Client`."""
+
+    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None):
+        credentials = _credentials(ca)
+        self.address = address
+        self.channel = (grpc.aio.insecure_channel(address, _OPTIONS) if credentials is None
+                        else grpc.aio.secure_channel(address, credentials, _OPTIONS))
+        self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
+        self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
+        self._metadata = _metadata(api_key)
+        self._timeout = timeout
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    async def decode(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None
+                     ) -> AsyncIterator[DecodeResponse]:
+        """The messages of one request. Closing the iterator, or cancelling who iterates, cancels the request."""
+        call = self.orchestrator.Decode(
+            request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            call.cancel()
+
+    async def stream(self, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[Piece]:
+        """Generates piece by piece; options as for `decode_request`."""
+        async for message in self.decode(decode_request(prompt, **options)):
+            yield _piece(message)
+
+    async def generate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+        """Generates and waits for all of it; options as for `decode_request`."""
+        collector = _Collector()
+        async for message in self.decode(decode_request(prompt, **options)):
+            collector.add(message)
+        return collector.completion()
+
+    async def call(self, method: str, request: Any, *, timeout: float | None = None,
+                   metadata: Sequence[tuple[str, str]] | None = None) -> Any:
+        """A method of the ``preheat.v1.Preheat`` service."""
+        try:
+            return await getattr(self.preheat, method)(
+                request, timeout=timeout or self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
