@@ -36,12 +36,12 @@ from grpc_reflection.v1alpha import reflection
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
 from server import validation
-from server.chat import ChatEncoder
 from server.errors import InternalError, InvalidRequest, ServerError, StartError, Unauthenticated, Unavailable
 from server.metrics import Metrics
 from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink
 from server.tokenizers import Tokenizer
+from server.tokenizers.chat import unmark
 from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,6 @@ class Model:
     orchestrator: OrchestratorLike
     tokenizer: Tokenizer
     limits: ModelLimits
-    chat: ChatEncoder
 
 
 class GrpcServer:
@@ -146,7 +145,7 @@ class GrpcServer:
 
     def attach(self, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits) -> None:
         """The model is loaded. From here on the state is the orchestrator's."""
-        self.model = Model(orchestrator, tokenizer, limits, ChatEncoder(tokenizer))
+        self.model = Model(orchestrator, tokenizer, limits)
 
     def fail(self, reason: str) -> None:
         """The state is ``failed`` from here on."""
@@ -393,10 +392,10 @@ class _Preheat(_Door, preheat_pb2_grpc.PreheatServicer):
         async def answer():
             model = self._loaded()
             text, ids = await self._work(
-                model.chat.encode, _json(request.messages, "messages", list),
-                tools=_json(request.tools, "tools", list) if request.HasField("tools") else None,
-                template_kwargs=_json(request.template_kwargs or "{}", "chat_template_kwargs", dict),
-                add_generation_prompt=not request.HasField("add_generation_prompt") or request.add_generation_prompt)
+                _render_chat, model.tokenizer, _json(request.messages, "messages", list),
+                _json(request.tools, "tools", list) if request.HasField("tools") else None,
+                not request.HasField("add_generation_prompt") or request.add_generation_prompt,
+                _json(request.template_kwargs or "{}", "chat_template_kwargs", dict))
             return preheat_pb2.RenderChatResponse(text=text, token_ids=ids)
 
         return await self._answer(answer, context)
@@ -467,6 +466,21 @@ class _Health(_Door, health_pb2_grpc.HealthServicer):
                 sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(self._watch_interval)
+
+
+def _render_chat(tokenizer: Tokenizer, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool,
+                 variables: dict[str, Any]) -> tuple[str, list[int]]:
+    if tokenizer.chat_template is None:
+        raise InvalidRequest("messages cannot be rendered: the model has no chat template; use /v1/completions", param="messages")
+    if not all(isinstance(message, dict) for message in messages):
+        raise InvalidRequest("messages must be a list of objects", param="messages")
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidRequest(f"chat_template_kwargs must not have {name}: it is a field of its own", param="chat_template_kwargs")
+    text = tokenizer.chat_template.render(
+        messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+    # The template spells the BOS token where the model wants one.
+    return unmark(text), tokenizer.encode(text, add_bos=False, parse_special=True)
 
 
 def _gauge(gauge: Any) -> int:
