@@ -39,7 +39,7 @@ def attend_pages(
     def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
         table = jax.lax.dynamic_slice_in_dim(page_table, i * block_pages, block_pages, axis=1)
         keys, values = gather(k_pages, table), gather(v_pages, table)
-        live = i * block + jnp.arange(block) < lengths[:, None]  # [b, block]
+        live = (i * block + jnp.arange(block))[None, :] < lengths[:, None]  # [b, block]
         return _accumulate(carry, q, keys, values, live[:, None, None, :])
 
     blocks = (jnp.max(lengths) + block - 1) // block
@@ -68,7 +68,7 @@ def attend_prefix(
         start = jnp.minimum(i * block, capacity - block)
         at = start + jnp.arange(block)
         live = (at[None, :] <= positions[:, None]) & (at[None, :] >= i * block)  # [t, block]
-        return _accumulate(carry, q, slice_block(keys, start), slice_block(values, start), live)
+        return _accumulate(carry, q, slice_block(keys, start), slice_block(values, start), live[None, None])
 
     blocks = (length + block - 1) // block
     out = _finish(jax.lax.fori_loop(0, blocks, visit, _start(q)), q.dtype)  # [k, g, t, head_dim]

@@ -35,14 +35,14 @@ class Cache(Protocol):
 def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in], the weight as left operand: [rows, out]."""
     y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias[None]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Root mean square layer normalization (arXiv:1910.07467) in float32."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return weight * normed.astype(x.dtype)
+    return weight[None] * normed.astype(x.dtype)
 
 
 def activation(name: str, x: jax.Array) -> jax.Array:

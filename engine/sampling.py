@@ -154,7 +154,7 @@ def _suppress(logits: jax.Array, rows: SamplingRows, held_back: jax.Array) -> ja
 
 
 def _apply_masks(logits: jax.Array, context: SamplingContext) -> jax.Array:
-    bits = (context.masks[context.slots][:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [rows, words, 32]
+    bits = (context.masks[context.slots][:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1  # [rows, words, 32]
     allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] == 1
     return jnp.where(allowed | ~context.masked[:, None], logits, NEVER)
 

@@ -1,0 +1,55 @@
+"""Block-wise attention against one plain softmax in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from engine.attention import attend_pages, attend_prefix
+
+
+def plain(q, keys, values, visible):
+    """q [g, d], keys and values [s, d], visible bool [s] -> [g, d]."""
+    scores = q.astype(np.float64) @ keys.T.astype(np.float64) / np.sqrt(q.shape[-1])
+    scores[:, ~visible] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ values
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 128, 256])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_pages(page_size, layers):
+    rng = np.random.default_rng(0)
+    heads, group, head_dim, pool = 2, 3, 8, 12
+    lengths = np.array([1, 0, page_size, page_size + 1, 2 * page_size + 5], np.int32)
+    width = -(-4 * page_size // 128) * 128 // page_size if page_size < 128 else 4
+    table = np.zeros((5, width), np.int32)
+    pages = iter(rng.permutation(np.arange(1, pool)))
+    for row, length in enumerate(lengths):
+        for column in range(-(-length // page_size)):
+            table[row, column] = next(pages)
+    k_pages, v_pages = rng.normal(size=(2, layers, heads, pool, page_size, head_dim)).astype(np.float32)
+    q = rng.normal(size=(5, heads, group, head_dim)).astype(np.float32)
+    layer = layers - 1
+    out = np.asarray(jax.jit(attend_pages)(q, k_pages, v_pages, layer, table, lengths))
+    for row, length in enumerate(lengths):
+        for head in range(heads):
+            if length == 0:
+                assert (out[row, head] == 0).all()
+                continue
+            keys, values = (pool_[layer, head, table[row]].reshape(-1, head_dim) for pool_ in (k_pages, v_pages))
+            want = plain(q[row, head], keys, values, np.arange(len(keys)) < length)
+            np.testing.assert_allclose(out[row, head], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(("start", "tokens", "capacity"), [(0, 1, 64), (0, 16, 64), (40, 16, 64), (250, 30, 600), (300, 280, 600)])
+def test_prefix(start, tokens, capacity):
+    rng = np.random.default_rng(1)
+    heads, group, head_dim = 2, 2, 8
+    keys, values = rng.normal(size=(2, 2, heads, capacity, head_dim)).astype(np.float32)
+    q = rng.normal(size=(tokens, heads, group, head_dim)).astype(np.float32)
+    positions = np.arange(start, start + tokens, dtype=np.int32)
+    out = np.asarray(jax.jit(attend_prefix)(q, keys, values, 1, positions, np.int32(start + tokens)))
+    for i, position in enumerate(positions):
+        for head in range(heads):
+            want = plain(q[i, head], keys[1, head], values[1, head], np.arange(capacity) <= position)
+            np.testing.assert_allclose(out[i, head], want, atol=1e-5)
