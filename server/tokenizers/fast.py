@@ -81,9 +81,9 @@ def special_tokens(tokenizer: tokenizers.Tokenizer) -> SpecialTokens:
 
 def decoder_kind(tokenizer: tokenizers.Tokenizer, source: str) -> tuple[bool, bool]:
     """Whether tokens are spelled in the byte-level alphabet, and whether decoding takes a leading space off."""
-    decoder = json.loads(tokenizer.to_str())["decoder"]
-    if decoder is None:
+    if tokenizer.decoder is None:
         raise StartError(f"{source} has no decoder; use the tokenizer files that the model was published with")
+    decoder = json.loads(tokenizer.decoder.__getstate__())  # as tokenizer.json has it
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
