@@ -97,7 +97,7 @@ class DecodeRequest(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., text_content: _Optional[_Union[DecodeRequest.TextContent, _Mapping]] = ..., token_content: _Optional[_Union[DecodeRequest.TokenContent, _Mapping]] = ..., metadata: _Optional[_Union[DecodeRequest.Metadata, _Mapping]] = ..., num_samples: _Optional[int] = ..., lora_adapter_id: _Optional[str] = ..., has_bos: bool = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., ignore_eos: bool = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., want_text: bool = ..., echo: bool = ..., prompt_only: bool = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_defaults: bool = ..., priority: _Optional[int] = ..., guided_json: _Optional[str] = ..., guided_regex: _Optional[str] = ..., guided_grammar: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
-    __slots__ = ("token_id", "logprob", "text", "raw", "alternatives")
+    __slots__ = ("token_id", "logprob", "text", "raw", "alternatives", "special")
     class Alternative(_message.Message):
         __slots__ = ("token_id", "logprob", "text", "raw")
         TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -114,12 +114,14 @@ class TokenLogprob(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
     ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     text: str
     raw: bytes
     alternatives: _containers.RepeatedCompositeFieldContainer[TokenLogprob.Alternative]
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., text: _Optional[str] = ..., raw: _Optional[bytes] = ..., alternatives: _Optional[_Iterable[_Union[TokenLogprob.Alternative, _Mapping]]] = ...) -> None: ...
+    special: bool
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., text: _Optional[str] = ..., raw: _Optional[bytes] = ..., alternatives: _Optional[_Iterable[_Union[TokenLogprob.Alternative, _Mapping]]] = ..., special: bool = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("initial_content", "stream_content", "prompt", "usage")

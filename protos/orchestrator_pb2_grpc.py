@@ -51,7 +51,8 @@ class OrchestratorServicer(object):
 
     def Decode(self, request, context):
         """Generates from one prompt. Every message of the stream carries `stream_content` with exactly one entry of `samples` per
-        requested sample, in order of the samples, empty where that sample has nothing new.
+        requested sample, in order of the samples, empty where that sample has nothing new. The initial metadata has
+        `preheat-accepted` once the request is checked and queued; without it the call ends with an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

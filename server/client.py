@@ -11,6 +11,7 @@ Options are the sampling fields of the HTTP API, by the same names (``server/fie
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -24,6 +25,7 @@ from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server import errors
 
 MESSAGE_LIMIT = 64 * 2**20  # bytes; the server's own
+ACCEPTED = "preheat-accepted"  # initial metadata of a request that was queued
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT), ("grpc.max_send_message_length", MESSAGE_LIMIT),
     # A server that starts is reached soon after it listens, not after a backoff of minutes.
@@ -184,6 +186,24 @@ class Client:
         return self.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=token_ids)).text
 
 
+class DecodeCall:
+    """A request that was accepted: iterate over its messages, or `cancel` it."""
+
+    def __init__(self, call: Any):
+        self._call = call
+
+    async def __aiter__(self) -> AsyncIterator[DecodeResponse]:
+        try:
+            async for message in self._call:
+                yield message
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+
+    def cancel(self) -> None:
+        """Cancels the request, if it is not over."""
+        self._call.cancel()
+
+
 class AsyncClient:
     """Asynchronous; made and used in one event loop. Arguments as `Client`."""
 
@@ -206,16 +226,28 @@ class AsyncClient:
     async def close(self) -> None:
         await self.channel.close()
 
-    async def decode(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None
-                     ) -> AsyncIterator[DecodeResponse]:
-        """The messages of one request. Closing the iterator, or cancelling who iterates, cancels the request."""
+    async def start(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None) -> DecodeCall:
+        """Sends a request and waits until it is queued; raises what it is refused with. The call must be read or cancelled."""
         call = self.orchestrator.Decode(
             request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
         try:
-            async for message in call:
-                yield message
+            if ACCEPTED not in dict(await call.initial_metadata()):
+                async for _ in call:  # raises what the call ended with
+                    pass
+                raise errors.InternalError("the server ended the request without accepting or refusing it")
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        return DecodeCall(call)
+
+    async def decode(self, request: DecodeRequest) -> AsyncIterator[DecodeResponse]:
+        """The messages of one request. Closing the iterator, or cancelling who iterates, cancels the request."""
+        call = await self.start(request)
+        try:
+            async for message in call:
+                yield message
         finally:
             call.cancel()
 

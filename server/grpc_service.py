@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 MESSAGE_LIMIT = 64 * 2**20  # bytes, in both directions
 STOP_GRACE = 1.0  # seconds that running calls get when the server is stopped
 RETRY_STARTING = 5.0  # seconds after which a client may try again, while the server starts
+ACCEPTED = "preheat-accepted"  # initial metadata of a Decode call that was queued
 DECODE = orchestrator_pb2.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 PREHEAT = preheat_pb2.DESCRIPTOR.services_by_name["Preheat"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -307,6 +308,7 @@ class _Orchestrator(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
         try:
             sink, writer, wire_prompt, built, model = await self._prepare(request, context)
             ticket = model.orchestrator.submit(built, sink)
+            await context.send_initial_metadata(((ACCEPTED, "1"),))
             echoed = wire_prompt is None  # nothing to bring back
             while True:
                 await sink.ready()

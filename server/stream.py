@@ -157,7 +157,8 @@ class MessageWriter:
 
     def _logprob(self, token: int, entry: TokenLogprob | None, alternatives: int) -> WireLogprob:
         text, raw = self._tokenizer.token_text, self._tokenizer.token_bytes
-        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token))
+        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token),
+                           special=self._tokenizer.is_special(token))
         if entry is not None:
             wire.logprob = entry.logprob
             wire.alternatives.extend(
