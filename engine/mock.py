@@ -42,8 +42,11 @@ def successor(tokens: Sequence[int]) -> Mapping[int, float]:
 
 
 def digest(tokens: Sequence[int]) -> Mapping[int, float]:
-    """A lower-case letter that depends on every token and its place: sum of token x (place + 1), modulo 26."""
-    return {97 + sum(token * (place + 1) for place, token in enumerate(tokens)) % 26: 1.0}
+    """A lower-case letter that depends on every token and its place: the tokens as digits of base 31, modulo 1009."""
+    value = 0
+    for token in tokens:
+        value = (value * 31 + token) % 1009
+    return {97 + value % 26: 1.0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,10 +36,10 @@ def test_successor_over_a_page_border():
 def test_two_rows_keep_to_their_pages():
     engine = MockEngine(digest)
     first = start(engine, "ab", 0, [1])
-    assert first == 97 + (97 + 2 * 98) % 26
+    assert first == 97 + (97 * 31 + 98) % 1009 % 26
     start(engine, "xyz", 1, [2])
     step = engine.read(engine.generate([Row(1, 2), Row(0, 1)]))
-    second = 97 + (97 + 2 * 98 + 3 * first) % 26
+    second = 97 + (97 * 31**2 + 98 * 31 + first) % 1009 % 26
     assert int(step.tokens[1]) == second
 
 

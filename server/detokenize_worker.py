@@ -1,0 +1,123 @@
+"""The detokenize thread: tokens into text, stop strings, and every word that a sink hears.
+
+It takes batches from ``shared.outputs`` in order. A stop string that it finds ends the sequence at once, although the owner may
+have dispatched another step for it. What still arrives for a request whose outcome is decided is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from server.errors import InternalError
+from server.live_request import LiveRequest, Output
+from server.request import Delta
+from server.shared import Died, Failed, Message, PromptScored, Shared, explain
+
+log = logging.getLogger(__name__)
+
+
+class DetokenizeWorker:
+    """Runs in a thread of its own until ``shared.outputs`` is closed and empty."""
+
+    def __init__(self, shared: Shared, on_death: Callable[[BaseException], None]):
+        self._shared = shared
+        self._on_death = on_death
+
+    def run(self) -> None:
+        while (message := self._shared.outputs.get()) is not None:
+            if not isinstance(message, Failed | Died):
+                self._shared.hook("detokenize")
+            self.handle(message)
+
+    def handle(self, message: Message) -> None:
+        """Says one message to its sink or sinks."""
+        match message:
+            case Failed():
+                self._fail(message)
+            case Died():
+                self._on_death(message.error)
+            case PromptScored():
+                self._guarded(message.live, lambda: self._prompt(message.live))
+            case outputs:
+                for output in outputs:
+                    self._guarded(output.live, lambda output=output: self._output(output))
+
+    def bury(self) -> None:
+        """After this thread's own death: the last words that are left, so that nobody waits for them."""
+        self._shared.outputs.close()
+        while (message := self._shared.outputs.get()) is not None:
+            if isinstance(message, Failed | Died):
+                self.handle(message)
+
+    def _guarded(self, live: LiveRequest, speak: Callable[[], None]) -> None:
+        """A fault in one request ends that request."""
+        try:
+            speak()
+        except Exception as error:
+            if live.outcome == "ok":  # the sink failed at the very last; the outcome stands
+                self._fail(Failed(live, InternalError(explain("detokenize", error))))
+                log.error("the sink of request %s failed", live.request.id, exc_info=error)
+            else:
+                self._shared.fault(live, "detokenize", error)
+
+    def _ended(self, live: LiveRequest) -> bool:
+        with self._shared.lock:
+            return live.outcome is not None
+
+    def _prompt(self, live: LiveRequest) -> None:
+        if not self._ended(live):
+            live.sink.prompt_logprobs(tuple(live.prompt_logprobs))
+
+    def _output(self, output: Output) -> None:
+        live = output.live
+        transcript = live.transcripts[output.sample]
+        if transcript.finish_reason is not None or self._ended(live):
+            return
+        self._shared.hook("detokenize", live.request)
+        delta: Delta | None
+        if output.token is None:
+            assert output.ending is not None
+            delta = transcript.end(output.ending.finish_reason)
+        else:
+            delta = transcript.push(output.token, output.logprob, output.ending)
+            self._count(live, output.sample)
+        if delta is None:
+            return
+        if delta.finish_reason is not None and output.ending is None:
+            self._release(live, output.sample)
+        finished = all(transcript.finish_reason is not None for transcript in live.transcripts)
+        if not finished:
+            live.sink.delta(delta)
+            return
+        with self._shared.lock:
+            if not self._shared.decide(live, "ok"):
+                return  # cancelled meanwhile; that is the last word
+        live.sink.delta(delta)
+        live.sink.finish(live.usage)
+        self._shared.said(live)
+
+    def _count(self, live: LiveRequest, sample: int) -> None:
+        now = self._shared.clock()
+        if live.counted:
+            if live.first_token is None:
+                self._shared.metrics.time_to_first_token.observe(now - live.received)
+            self._shared.metrics.generated_tokens.inc()
+        live.token_time(sample, now)
+
+    def _release(self, live: LiveRequest, sample: int) -> None:
+        """A stop string ended the sample."""
+        with self._shared.lock:
+            self._shared.release(live.sequences[sample])
+
+    def _fail(self, message: Failed) -> None:
+        try:
+            message.live.sink.fail(message.error)
+        except Exception as error:
+            log.error("the sink of request %s failed", message.live.request.id, exc_info=error)
+        self._shared.said(message.live)
+
+
+def death_error(thread: str, error: BaseException) -> InternalError:
+    """What clients hear when a thread died."""
+    return InternalError(explain(f"the {thread} thread", error))
