@@ -31,6 +31,9 @@ from engine.programs import Program
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
+# Parts of ``engine`` that run on the host and shape no program but through the configurations.
+_HOST_ONLY = ("engine/checkpoints/", "engine/families/", "engine/loader.py", "engine/mock.py")
+
 # JAX options that change what is traced or compiled.
 _OPTIONS = (
     "jax_default_matmul_precision",
@@ -85,14 +88,16 @@ def fingerprint(model: ModelConfig, config: EngineConfig, devices: Sequence[jax.
 
 
 def source_digests(package: str) -> dict[str, Json]:
-    """A digest of each Python file of a package, by path: any of them may be traced."""
+    """A digest of each Python file of a package that may be traced, by path."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package!r}")
     root = Path(spec.submodule_search_locations[0])
+    paths = {f"{package}/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
     return {
-        f"{package}/{path.relative_to(root).as_posix()}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in sorted(root.rglob("*.py"))
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for name, path in paths.items()
+        if not name.startswith(_HOST_ONLY)
     }
 
 

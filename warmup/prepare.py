@@ -2,16 +2,16 @@
 
 The flow of a start, in the order things happen::
 
-    store    = open_store(root, model, config, devices, budget)
-    kv_pages = the number in store.resolved, or plan.resolve_kv_pages(...), which is then recorded
-    engine   = JaxEngine(model, config with kv_pages, devices)
-    prepared = prepare(engine, mode, store, report=report, guard=guard)      (weights load meanwhile, in another thread)
-    plan.measure(engine, prepared.memory, budget).check()                    (before anything big is allocated)
+    budget = plan.memory_budget(...)
+    store  = open_store(root, model, config, devices, budget=budget)
+    engine, prepared, plan = prepare_fitting(make, config, mode, store, budget, report=report, guard=guard)
+             finds the KV pages, or takes those the store has; `prepare`s; checks the plan before anything big is allocated
+             (weights load meanwhile, in another thread: they do not depend on the KV pages)
     engine.install(prepared.executables); engine.set_weights(...); engine.allocate()
     prepared.touch_all(engine)
-    the proof; prepared.record_proof(...)
+    the proof (one request if prepared.unchanged); prepared.record_proof(...)
 
-`prepare` and `touch_all` name the program that fails, and a failure ends the start.
+Each step names the program that fails, and a failure ends the start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 
@@ -32,6 +32,7 @@ from warmup.compiling import compile_programs, naming
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber, fingerprint
 from warmup.guard import Guard
+from warmup.plan import MemoryPlan, measure, resolve_kv_pages
 from warmup.report import ProgramMemory, WarmupReport
 from warmup.store import ArtifactStore
 
@@ -43,7 +44,10 @@ Mode = Literal["manual", "aot", "none"]
 class WarmableEngine(Protocol):
     """What warmup needs of an engine; `engine.jax_engine.JaxEngine` has it."""
 
+    model: ModelConfig
+    config: EngineConfig
     devices: Sequence[jax.Device]
+    abstract_weights: Any
 
     def programs(self) -> tuple[Program, ...]: ...
 
@@ -52,6 +56,9 @@ class WarmableEngine(Protocol):
     def allocate(self) -> None: ...
 
     def touch(self, name: str) -> None: ...
+
+
+Engine = TypeVar("Engine", bound=WarmableEngine)
 
 
 def open_store(root: Path | None, model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *,
@@ -159,3 +166,30 @@ def prepare(engine: WarmableEngine, mode: Mode, store: ArtifactStore, *, report:
         case _:
             raise ValueError(f"no warmup mode {mode!r}: manual, aot or none")
     return Prepared(mode, executables, memory, unchanged, store, report, guard, describer, loaded)
+
+
+def prepare_fitting(make: Callable[[EngineConfig], Engine], config: EngineConfig, mode: Mode, store: ArtifactStore, budget: int, *,
+                    report: WarmupReport, guard: Guard, workers: int | None = None) -> tuple[Engine, Prepared, MemoryPlan]:
+    """Resolves the KV pages, makes the engine, prepares its table and checks that all of it fits ``budget`` bytes per device.
+
+    The number of pages comes from the store, if an earlier start resolved it, and is recorded there otherwise. If the executables
+    turn out to take more than was estimated, the pages are found once more from their own numbers, and what depends on
+    the pages is prepared again. ``config.kv_pages`` is not read.
+
+    Raises:
+      WarmupError: as `prepare`. `DoesNotFit`: the configuration does not fit, with both numbers and what would.
+    """
+    stored = store.resolved.get("kv_pages")
+    pages = resolve_kv_pages(make, config, budget, stored=stored if isinstance(stored, int) else None)
+    engine = make(dataclasses.replace(config, kv_pages=pages))
+    prepared = prepare(engine, mode, store, report=report, guard=guard, workers=workers)
+    plan = measure(engine, budget, prepared.memory)
+    if not plan.fits and stored is None:
+        pages = resolve_kv_pages(make, config, budget, memory=prepared.memory)
+        logger.info("the programs need more memory than estimated: %d KV pages instead of %d", pages, plan.kv_pages)
+        engine = make(dataclasses.replace(config, kv_pages=pages))
+        prepared = prepare(engine, mode, store, report=report, guard=guard, workers=workers)
+        plan = measure(engine, budget, prepared.memory)
+    plan.check(make)
+    store.record_resolved({"kv_pages": pages})
+    return engine, prepared, plan
