@@ -13,6 +13,7 @@ ignored, and logged once per name.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -143,6 +144,7 @@ def request_id(value: Any) -> str:
 def json_object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
+    string(json.dumps(value, ensure_ascii=False))
     return value
 
 
@@ -226,6 +228,7 @@ def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"[{index}].content must be a string or a list of text parts")
         kept = {key: value for key, value in message.items() if value is not None}
         messages.append(kept | {"role": "system" if role == "developer" else role, "content": content})
+    string(json.dumps(messages, ensure_ascii=False))  # names, tool calls and all
     return tuple(messages)
 
 
@@ -361,11 +364,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
         if field is None:
             _log_unknown(name)
         elif value is not None:
-            try:
-                checked = field.check(value)
-            except ValueError as error:
-                shown = "" if isinstance(value, (dict, list, tuple)) else f", not {_shown(value)}"
-                raise InvalidRequest(f"{name} {error}{shown}", param=name) from None
+            checked = _checked(name, value, field.check)
             if field.target:
                 values[field.target] = checked
     if table is COMPLETIONS:
@@ -379,6 +378,23 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
     return RequestFields(**values)
+
+
+def required(body: Mapping[str, Any], name: str, check: Check) -> Any:
+    """The only field of a small request, checked; raises `InvalidRequest`."""
+    for other in body.keys() - {name}:
+        _log_unknown(other)
+    if body.get(name) is None:
+        raise InvalidRequest(f"{name} is required", param=name)
+    return _checked(name, body[name], check)
+
+
+def _checked(name: str, value: Any, check: Check) -> Any:
+    try:
+        return check(value)
+    except ValueError as error:
+        shown = "" if isinstance(value, (dict, list, tuple)) else f", not {_shown(value)}"
+        raise InvalidRequest(f"{name} {error}{shown}", param=name) from None
 
 
 def _combine_completions(values: dict[str, Any]) -> None:

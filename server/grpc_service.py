@@ -35,7 +35,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
-from server import validation
+from server import validation, wire
 from server.errors import InternalError, InvalidRequest, ServerError, StartError, Unauthenticated, Unavailable
 from server.metrics import Metrics
 from server.request import GenerateRequest, Sink
@@ -345,7 +345,7 @@ class _Orchestrator(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             metrics.outcome("rejected")
             raise
         try:
-            parsed = validation.fields_from_proto(request)
+            parsed = wire.fields_from_proto(request)
             is_text = request.WhichOneof("content") == "text_content"
             if is_text:
                 text = request.text_content.text

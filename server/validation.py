@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from engine.api import MAX_SUPPRESSED, SamplingParams
-from protos import orchestrator_pb2
 from server import fields
 from server.errors import InvalidRequest, ModelNotFound, StartError
 from server.fields import RequestFields
@@ -182,39 +181,3 @@ def _too_long(message: str, param: str) -> InvalidRequest:
     error = InvalidRequest(message, param=param)
     error.code = "context_length_exceeded"  # OpenAI's
     return error
-
-
-# The same fields on the wire.
-
-
-def fields_from_proto(request: orchestrator_pb2.DecodeRequest) -> RequestFields:
-    """Checks the fields of a ``DecodeRequest``: what JetStream's have as 0 or empty is absent.
-
-    Raises:
-        InvalidRequest: see `server.fields.parse`.
-    """
-    body: dict[str, Any] = {}
-    for descriptor, value in request.ListFields():
-        if descriptor.name in fields.GRPC:
-            if descriptor.name == "logit_bias":
-                value = dict(value)
-            elif descriptor.name in ("stop", "stop_token_ids"):
-                value = list(value)
-            body[descriptor.name] = value
-    if request.prompt_only:
-        body["max_tokens"] = request.max_tokens
-    return fields.parse(body, fields.GRPC)
-
-
-def fields_to_proto(parsed: RequestFields) -> orchestrator_pb2.DecodeRequest:
-    """A ``DecodeRequest`` without its content. ``max_tokens`` 0 becomes ``prompt_only``."""
-    request = orchestrator_pb2.DecodeRequest(
-        max_tokens=parsed.max_tokens or 0, num_samples=parsed.n, logit_bias=dict(parsed.logit_bias), stop=parsed.stop,
-        stop_token_ids=parsed.stop_token_ids)
-    for name in fields.GRPC:
-        value = getattr(parsed, name, None)
-        if value is not None and value is not False and request.DESCRIPTOR.fields_by_name[name].has_presence:
-            setattr(request, name, value)
-    if parsed.max_tokens == 0:
-        request.prompt_only = True
-    return request

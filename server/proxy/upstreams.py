@@ -151,7 +151,7 @@ def _with_retry(error: ServerError) -> ServerError:
 class Generation:
     """The calls of one HTTP request, one per prompt, and their messages as they come.
 
-    Used as an asynchronous context manager: whatever happens inside, no call is left running behind it.
+    Whoever has opened one must `close` it, so that no call is left running.
     """
 
     def __init__(self, upstreams: Upstreams, requests: Sequence[DecodeRequest], metadata: Metadata):
@@ -161,8 +161,11 @@ class Generation:
         self._calls: list[tuple[Upstream, DecodeCall]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Generation:
-        """Returns once all prompts are accepted; if one is refused, none runs."""
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    async def open(self) -> Generation:
+        """Returns itself once all prompts are accepted; if one is refused, none runs."""
         try:
             for request in self._requests:
                 self._calls.append(await self._upstreams.start_decode(request, self._metadata))
@@ -170,9 +173,6 @@ class Generation:
             await self.close()
             raise
         return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Cancels what still runs."""

@@ -1,0 +1,276 @@
+"""The routes of the proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from protos import preheat_pb2
+from protos.orchestrator_pb2 import DecodeRequest
+from server import fields, wire
+from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
+from server.fields import RequestFields
+from server.proxy.http import (
+    EventStream,
+    Front,
+    error_response,
+    http_exception,
+    read_json,
+    until_disconnect,
+)
+from server.proxy.metrics import merge
+from server.proxy.shapes import ChatShape, Choice, CompletionShape, GenerateShape, Json, Shape, TotalUsage
+from server.proxy.upstreams import RETRY_UNREACHABLE, Generation, Metadata, Upstreams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+PAGE = Path(__file__).with_name("page.html")
+
+
+def make_app(addresses: Sequence[str], *, api_keys: Sequence[str] = (), ca: Path | None = None) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        addresses: of the orchestrators' gRPC ports, ``host:port`` or ``unix:path``.
+        api_keys: asked of clients; whatever key a client sends is passed on to the orchestrators.
+        ca: certificates that verify the orchestrators' TLS; `None`: no TLS.
+    """
+    upstreams = Upstreams(addresses, ca)
+    proxy = Proxy(upstreams)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await upstreams.start()
+        yield
+        await upstreams.stop()
+
+    routes = [
+        Route("/generate", proxy.generate, methods=["POST"]),
+        Route("/v1/completions", proxy.completions, methods=["POST"]),
+        Route("/v1/chat/completions", proxy.chat, methods=["POST"]),
+        Route("/v1/models", proxy.models),
+        Route("/v1/models/{name:path}", proxy.model),
+        Route("/tokenize", proxy.tokenize, methods=["POST"]),
+        Route("/detokenize", proxy.detokenize, methods=["POST"]),
+        Route("/health", proxy.health),
+        Route("/ready", proxy.ready),
+        Route("/warmup", proxy.warmup),
+        Route("/metrics", proxy.metrics),
+        Route("/", proxy.page),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_exception},
+                    middleware=[Middleware(Front, api_keys=api_keys)])
+    app.router.redirect_slashes = False
+    return app
+
+
+class Proxy:
+    """The endpoints. They raise `ServerError`, which `Front` answers."""
+
+    def __init__(self, upstreams: Upstreams):
+        self._upstreams = upstreams
+
+    # Answers of the model.
+
+    async def generate(self, request: Request) -> Response:
+        return await self._answer(request, fields.GENERATE, self._plan_generate)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, fields.COMPLETIONS, self._plan_completions)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, fields.CHAT, self._plan_chat)
+
+    async def _answer(self, request: Request, table: fields.Table, plan: Callable[..., Any]) -> Response:
+        metadata = _metadata(request)
+
+        async def begin() -> tuple[RequestFields, Shape, Generation]:
+            try:
+                parsed = dataclasses.replace(fields.parse(body, table), request_id=request.scope["preheat.request_id"])
+                requests, shape = await plan(parsed, metadata)
+            except (InvalidRequest, ModelNotFound):
+                self._upstreams.count_invalid()  # what Decode refuses, the orchestrator counts
+                raise
+            return parsed, shape, await Generation(self._upstreams, requests, metadata).open()
+
+        try:
+            body = await read_json(request)
+        except (InvalidRequest, TooLarge):
+            self._upstreams.count_invalid()
+            raise
+        parsed, shape, generation = await until_disconnect(request, begin())
+        answer = Answer(generation, shape, parsed)
+        if parsed.stream:
+            return EventStream(answer.events(), close=generation.close)
+        try:
+            return JSONResponse(await until_disconnect(request, answer.whole()))
+        finally:
+            await generation.close()
+
+    async def _plan_generate(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
+        return _decode_requests(parsed), GenerateShape()
+
+    async def _plan_completions(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
+        if parsed.max_tokens is None:
+            parsed = dataclasses.replace(parsed, max_tokens=DEFAULT_COMPLETION_TOKENS)
+        shape = CompletionShape(await self._name(parsed, metadata), logprobs=parsed.logprobs, include_usage=parsed.include_usage)
+        return _decode_requests(dataclasses.replace(parsed, model_defaults=True)), shape
+
+    async def _plan_chat(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
+        name = await self._name(parsed, metadata)
+        rendered = await self._upstreams.call("RenderChat", preheat_pb2.RenderChatRequest(
+            messages=_compact(parsed.messages), template_kwargs=_compact(parsed.chat_template_kwargs or {}),
+            add_generation_prompt=parsed.add_generation_prompt), metadata)
+        parsed = dataclasses.replace(parsed, prompt=(tuple(rendered.token_ids),), model_defaults=True)
+        return _decode_requests(parsed), ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage)
+
+    async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
+        """The served model's name, which a request may leave out."""
+        card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), metadata)
+        if parsed.model is not None and parsed.model != card.name:
+            raise _no_model(parsed.model, card.name)
+        return card.name
+
+    # The model and its tokenizer.
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [await self._model_card(request)]})
+
+    async def model(self, request: Request) -> Response:
+        card = await self._model_card(request)
+        if request.path_params["name"] != card["id"]:
+            raise _no_model(request.path_params["name"], card["id"])
+        return JSONResponse(card)
+
+    async def _model_card(self, request: Request) -> Json:
+        card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), _metadata(request))
+        return {"id": card.name, "object": "model", "created": card.created, "owned_by": "preheat",
+                "max_model_len": card.max_len if card.HasField("max_len") else None}
+
+    async def tokenize(self, request: Request) -> Response:
+        text = fields.required(await read_json(request), "text", fields.string)
+        answer = await self._upstreams.call("Tokenize", preheat_pb2.TokenizeRequest(text=text), _metadata(request))
+        return JSONResponse({"tokens": list(answer.token_ids)})
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = fields.required(await read_json(request), "tokens", fields.token_ids)
+        answer = await self._upstreams.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=tokens), _metadata(request))
+        return JSONResponse({"text": answer.text})
+
+    # State.
+
+    async def health(self, request: Request) -> Response:
+        await self._upstreams.ask_states()
+        alive = next((upstream for upstream in self._upstreams.by_preference() if upstream.alive), None)
+        if alive is not None:
+            return JSONResponse({"status": "ok", "state": alive.state})
+        dead = self._upstreams.all[0]
+        error = Unavailable(f"the orchestrator is {dead.state}: {dead.reason or 'see its log'}", retry_after=RETRY_UNREACHABLE)
+        return error_response(error, {"status": "dead", "state": dead.state})
+
+    async def ready(self, request: Request) -> Response:
+        await self._upstreams.ask_states()
+        best = self._upstreams.by_preference()[0]
+        if best.state == "ready":
+            return JSONResponse({"state": "ready"})
+        return error_response(Unavailable(f"not ready: {best.state}", retry_after=RETRY_UNREACHABLE), {"state": best.state})
+
+    async def warmup(self, request: Request) -> Response:
+        answer = await self._upstreams.call("Warmup", preheat_pb2.WarmupRequest())
+        return Response(answer.json, media_type="application/json")
+
+    async def metrics(self, request: Request) -> Response:
+        await self._upstreams.report_invalid()
+        texts: dict[str, str] = {}
+        refusal: ServerError | None = None
+        for upstream in self._upstreams.all:
+            try:
+                answer = await upstream.client.call("Metrics", preheat_pb2.MetricsRequest(), timeout=10)
+                texts[upstream.client.address] = answer.text
+            except ServerError as error:
+                refusal = error
+        if not texts:
+            assert refusal is not None
+            raise refusal
+        return PlainTextResponse(merge(texts), media_type="text/plain; version=0.0.4")
+
+    async def page(self, request: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+
+class Answer:
+    """One HTTP request's answer, whole or as events."""
+
+    def __init__(self, generation: Generation, shape: Shape, parsed: RequestFields):
+        self._generation = generation
+        self._shape = shape
+        self._samples = parsed.n
+        self._choices = [Choice(index) for index in range(len(generation) * parsed.n)]
+        self._usage = TotalUsage()
+
+    async def _read(self) -> AsyncIterator[list[Choice]]:
+        """The choices that changed, message by message."""
+        async for prompt, message in self._generation.messages():
+            choices = self._choices[prompt * self._samples:(prompt + 1) * self._samples]
+            for choice, sample in zip(choices, message.stream_content.samples, strict=True):
+                if message.HasField("prompt"):
+                    choice.add_prompt(message.prompt)
+                choice.add(sample)
+            if message.HasField("usage"):
+                self._usage.add(message.usage)
+            yield choices
+
+    async def whole(self) -> Json:
+        async for _ in self._read():
+            pass
+        return self._shape.whole(self._choices, self._usage)
+
+    async def events(self) -> AsyncIterator[Json]:
+        for chunk in self._shape.first_chunks(self._choices):
+            yield chunk
+        async for choices in self._read():
+            for choice in choices:
+                for chunk in self._shape.chunks(choice.take()):
+                    yield chunk
+        if (chunk := self._shape.usage_chunk(self._usage)) is not None:
+            yield chunk
+
+
+def _decode_requests(parsed: RequestFields) -> list[DecodeRequest]:
+    """One request per prompt."""
+    requests = []
+    for prompt in parsed.prompt:
+        request = wire.fields_to_proto(parsed)
+        if isinstance(prompt, str):
+            request.text_content.text = prompt
+        else:
+            request.token_content.token_ids.extend(prompt)
+            request.want_text = True
+        requests.append(request)
+    return requests
+
+
+def _metadata(request: Request) -> Metadata:
+    """The client's key, for the orchestrator."""
+    value = request.headers.get("authorization")
+    sendable = value is not None and value.isascii() and value.isprintable()
+    return (("authorization", value),) if sendable and value else ()
+
+
+def _no_model(asked: str, served: str) -> ModelNotFound:
+    return ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {served!r} is served", param="model")
+
+
+def _compact(value: Any) -> str:
+    # ASCII: a lone surrogate in a message stays an escape, and is refused where the text is tokenized.
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,223 @@
+"""What the HTTP APIs promise, made from gRPC messages: pure functions and small accumulators, without any transport.
+
+A `Choice` collects what one sample of one prompt has produced; a `Shape` turns choices into the answer of its API, whole or in
+chunks. OpenAI's API reference is the source of every name here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from protos.orchestrator_pb2 import DecodeResponse, TokenLogprob
+
+Json = dict[str, Any]
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+def logprob_value(value: float) -> float:
+    return value if value > LOWEST_LOGPROB else LOWEST_LOGPROB  # also for NaN, which compares false
+
+
+class TextOffsets:
+    """Where each token begins in the text, in characters; a token within a character begins where the character does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def next(self, token: TokenLogprob) -> int:
+        offset = self._offset
+        if not token.special:
+            self._offset += len(self._decoder.decode(token.raw))
+        return offset
+
+
+@dataclasses.dataclass
+class Choice:
+    """What has come of one sample. `take` hands over the new part, for a chunk."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    offsets: TextOffsets = dataclasses.field(default_factory=TextOffsets)
+
+    def add_prompt(self, prompt: DecodeResponse.Prompt) -> None:
+        self.text += prompt.text
+        self.logprobs.extend(prompt.logprobs)
+
+    def add(self, sample: DecodeResponse.StreamContent.Sample) -> None:
+        self.text += sample.text
+        self.logprobs.extend(sample.logprobs)
+        if sample.HasField("finish_reason"):
+            self.finish_reason = sample.finish_reason
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.logprobs or self.finish_reason)
+
+    def take(self) -> Choice:
+        taken = dataclasses.replace(self)
+        self.text, self.logprobs, self.finish_reason = "", [], None
+        return taken
+
+
+@dataclasses.dataclass
+class TotalUsage:
+    """Usage of all prompts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, usage: DecodeResponse.Usage) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.completion_tokens += usage.completion_tokens
+        self.cached_tokens += usage.cached_tokens
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Shape:
+    """How an API spells an answer."""
+
+    def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
+        raise NotImplementedError
+
+    def first_chunks(self, choices: Iterable[Choice]) -> list[Json]:
+        """Sent before anything is generated."""
+        return []
+
+    def chunks(self, choice: Choice) -> list[Json]:
+        """For what is new of one choice."""
+        raise NotImplementedError
+
+    def usage_chunk(self, usage: TotalUsage) -> Json | None:
+        """Sent after everything, where it was asked for."""
+        return None
+
+
+class GenerateShape(Shape):
+    """``/generate``."""
+
+    def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
+        return {"response": choices[0].text}
+
+    def chunks(self, choice: Choice) -> list[Json]:
+        return [{"response": choice.text}] if choice.text else []
+
+
+class _OpenAIShape(Shape):
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, model: str, *, logprobs: int | None, include_usage: bool):
+        self._id = self.prefix + secrets.token_hex(12)
+        self._created = int(time.time())
+        self._model = model
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+
+    def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
+        answers = [self._choice(choice) | {"finish_reason": choice.finish_reason or "length"} for choice in choices]
+        return self._envelope(self.object, answers) | {"usage": usage.json()}
+
+    def usage_chunk(self, usage: TotalUsage) -> Json | None:
+        return self._envelope(self.chunk_object, []) | {"usage": usage.json()} if self._include_usage else None
+
+    def _chunk(self, choice: Json) -> Json:
+        chunk = self._envelope(self.chunk_object, [choice])
+        return chunk | {"usage": None} if self._include_usage else chunk
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _choice(self, choice: Choice) -> Json:
+        raise NotImplementedError
+
+
+class CompletionShape(_OpenAIShape):
+    """``/v1/completions``."""
+
+    prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def chunks(self, choice: Choice) -> list[Json]:
+        return [] if choice.empty else [self._chunk(self._choice(choice))]
+
+    def _choice(self, choice: Choice) -> Json:
+        logprobs = None if self._logprobs is None else completion_logprobs(choice.logprobs, choice.offsets)
+        return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+class ChatShape(_OpenAIShape):
+    """``/v1/chat/completions``."""
+
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def first_chunks(self, choices: Iterable[Choice]) -> list[Json]:
+        return [self._delta(choice.index, {"role": "assistant", "content": ""}) for choice in choices]
+
+    def chunks(self, choice: Choice) -> list[Json]:
+        chunks = []
+        if choice.text or choice.logprobs:
+            chunks.append(self._delta(choice.index, {"content": choice.text}, self._logprobs_of(choice)))
+        if choice.finish_reason is not None:
+            chunks.append(self._delta(choice.index, {}, finish_reason=choice.finish_reason))
+        return chunks
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+
+    def _choice(self, choice: Choice) -> Json:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"index": choice.index, "message": message, "logprobs": self._logprobs_of(choice),
+                "finish_reason": choice.finish_reason}
+
+    def _logprobs_of(self, choice: Choice) -> Json | None:
+        return None if self._logprobs is None else {"content": chat_logprobs(choice.logprobs), "refusal": None}
+
+
+def completion_logprobs(tokens: Iterable[TokenLogprob], offsets: TextOffsets) -> Json:
+    """The log-probs object of completions: parallel lists; the alternatives of a token always include the token itself."""
+    result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token in tokens:
+        result["tokens"].append(token.text)
+        result["text_offset"].append(offsets.next(token))
+        if not token.HasField("logprob"):  # the first token of a prompt
+            result["token_logprobs"].append(None)
+            result["top_logprobs"].append(None)
+            continue
+        top: dict[str, float] = {}
+        for other in token.alternatives:
+            top.setdefault(other.text, logprob_value(other.logprob))  # of two with the same text the more probable one
+        top.setdefault(token.text, logprob_value(token.logprob))
+        result["token_logprobs"].append(logprob_value(token.logprob))
+        result["top_logprobs"].append(top)
+    return result
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[Json]:
+    """The log-probs list of chat completions."""
+    return [
+        _chat_token(token) | {"top_logprobs": [_chat_token(other) for other in token.alternatives]} for token in tokens
+    ]
+
+
+def _chat_token(token: TokenLogprob | TokenLogprob.Alternative) -> Json:
+    return {"token": token.text, "logprob": logprob_value(token.logprob), "bytes": list(token.raw)}
+
+
+def error_body(message: str, kind: str, code: str | None, param: str | None) -> Json:
+    return {"error": {"message": message, "type": kind, "code": code, "param": param}}
