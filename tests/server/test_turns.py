@@ -1,0 +1,70 @@
+"""Turn-taking between prefill and decode, and the channel between threads."""
+
+import threading
+
+from server.channel import Channel
+from server.turns import Turns
+
+
+def started(target) -> threading.Thread:
+    thread = threading.Thread(target=target)
+    thread.start()
+    return thread
+
+
+def test_chunks_follow_each_other_while_nothing_decodes():
+    turns = Turns()
+    assert all(turns.take() for _ in range(5))
+
+
+def test_one_chunk_between_two_steps():
+    turns = Turns()
+    turns.stepped()
+    assert turns.take()
+    taken = threading.Event()
+    thread = started(lambda: turns.take() and taken.set())
+    assert not taken.is_set()
+    turns.stepped()
+    assert taken.wait(10)
+    thread.join(10)
+
+
+def test_idle_and_stop_let_the_prefill_thread_go():
+    turns = Turns()
+    turns.stepped()
+    turns.take()
+    answers = []
+    thread = started(lambda: answers.append(turns.take()))
+    turns.idle()
+    thread.join(10)
+    turns.stepped()
+    turns.take()
+    thread = started(lambda: answers.append(turns.take()))
+    turns.stop()
+    thread.join(10)
+    assert answers == [True, False]
+
+
+def test_channel_keeps_order_and_its_bound():
+    channel = Channel(2)
+    assert channel.put(1) and channel.put(2)
+    passed = threading.Event()
+    thread = started(lambda: channel.put(4) and passed.set())
+    assert channel.put(3, force=True)
+    assert not passed.is_set()
+    assert [channel.get(), channel.get(), channel.get()] == [1, 2, 3]
+    assert passed.wait(10)
+    thread.join(10)
+    assert channel.get() == 4
+
+
+def test_a_closed_channel_gives_what_it_has_and_takes_nothing():
+    channel = Channel(1)
+    channel.put(1)
+    answers = []
+    thread = started(lambda: answers.append(channel.put(2)))
+    channel.close()
+    thread.join(10)
+    assert answers == [False]
+    assert channel.put(3) is False
+    assert (channel.get(), channel.get()) == (1, None)
