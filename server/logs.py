@@ -37,5 +37,5 @@ def configure_logging(layout: Literal["text", "json"]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for noisy in ("jax", "httpx", "huggingface_hub", "asyncio"):
+    for noisy in ("jax", "httpx", "huggingface_hub", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

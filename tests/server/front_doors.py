@@ -1,0 +1,58 @@
+"""A whole server without a model: mock engine, byte tokenizer, orchestrator, gRPC, and the proxy as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from engine.mock import MockEngine, mock_config, successor
+from server.config import ServeConfig
+from server.grpc_service import GrpcServer
+from server.metrics import Metrics
+from server.orchestrator import Orchestrator
+from server.proxy import process
+from server.tokenizers import ByteTokenizer
+from server.validation import ModelLimits
+
+NAME = "mock"
+MAX_LEN = 64
+
+
+@dataclasses.dataclass
+class Doors:
+    engine: MockEngine
+    orchestrator: Orchestrator
+    metrics: Metrics
+    grpc: GrpcServer
+    http: str  # base URL, empty without a proxy
+
+
+@contextlib.contextmanager
+def open_doors(rule: Any = successor, *, http: bool = True, ready: bool = True, slots: int = 4, max_queue: int = 16,
+               limits: dict[str, Any] | None = None, api_key: tuple[str, ...] = (), config: dict[str, Any] | None = None,
+               **grpc_options: Any) -> Iterator[Doors]:
+    """Everything up, and down again afterwards. ``limits`` and ``config`` replace fields of the model's limits and options."""
+    engine = MockEngine(rule, config=mock_config(slots=slots, max_len=MAX_LEN))
+    metrics = Metrics()
+    tokenizer = ByteTokenizer()
+    orchestrator = Orchestrator(engine, tokenizer, metrics=metrics, max_queue=max_queue)
+    server = GrpcServer(NAME, metrics=metrics, slots=slots, api_keys=api_key, **grpc_options)
+    server.start()
+    proxy = None
+    try:
+        if http:
+            proxy = process.start(ServeConfig(http_port=0, api_key=api_key, **(config or {})), server.local_address)
+        orchestrator.start()
+        model = ModelLimits(NAME, MAX_LEN, engine.model.vocab_size, tokenizer.eos_token_ids)
+        server.attach(orchestrator, tokenizer, dataclasses.replace(model, **(limits or {})))
+        if ready:
+            orchestrator.open()
+        scheme = "https" if (config or {}).get("tls_cert") else "http"
+        yield Doors(engine, orchestrator, metrics, server, f"{scheme}://127.0.0.1:{proxy.port}" if proxy else "")
+    finally:
+        if proxy is not None:
+            proxy.stop()
+        orchestrator.close()
+        server.stop(0)
