@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from engine.api import SamplingParams
@@ -91,6 +92,16 @@ class Recorder:
         return self
 
 
+class Clock:
+    """A clock that a test moves. Whoever waits for it looks again after the real time it had meant to wait."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Server:
     """An orchestrator, its engine and metrics."""
 
@@ -149,6 +160,7 @@ def serving(
     prefix_cache: bool = True,
     fault_hook: Callable | None = None,
     on_death: Callable[[BaseException], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **config,
 ) -> Iterator[Server]:
     """A server that is started, opened, closed, and looked over at the end."""
@@ -156,7 +168,7 @@ def serving(
     metrics = Metrics()
     orchestrator = Orchestrator(
         engine, ByteTokenizer(), metrics=metrics, max_queue=max_queue, prefix_cache=prefix_cache, fault_hook=fault_hook,
-        on_death=on_death,
+        on_death=on_death, clock=clock,
     )  # fmt: skip
     server = Server(orchestrator, engine, metrics)
     orchestrator.start()
@@ -164,6 +176,9 @@ def serving(
         orchestrator.open()
     try:
         yield server
+    except BaseException:
+        engine.open_gates()
+        raise
     finally:
         orchestrator.close()
     assert engine.violations == []
