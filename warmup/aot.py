@@ -120,7 +120,7 @@ def _store(done: Compilation, digest: str, devices: Sequence[jax.Device], store:
             logger.warning("warmup cache: program %s is not stored: %s", program.name, reloaded.reason)
             loaded = Loaded(done.compiled, done.memory, from_store=False)
         else:
-            pending = store.put(program.name, artifact, digest)
+            pending = naming(program, "be stored", lambda: store.put(program.name, artifact, digest))
             loaded = dataclasses.replace(reloaded, from_store=False, pending=pending)
     report.prepared(
         program.name, "compiled", loaded.memory,

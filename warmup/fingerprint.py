@@ -102,18 +102,24 @@ def source_digests(package: str) -> dict[str, Json]:
 
 
 class ArgumentDescriber:
-    """Describes the arguments of programs. Remembers each subtree, for the weights are an argument of most programs."""
+    """Describes what a program is made for, beyond the fingerprint: its arguments, and what was resolved (``kv_pages``).
 
-    def __init__(self) -> None:
+    The latter because arguments do not say all: the program that creates the decode state has none. Remembers each subtree, for the
+    weights are an argument of most programs.
+    """
+
+    def __init__(self, resolved: Mapping[str, Json]) -> None:
         self._known: dict[int, tuple[object, str]] = {}
-        self.groups: dict[str, list[str]] = {}  # digest of one argument -> its lines
+        lines = [f"{name}: {value}" for name, value in sorted(resolved.items())]
+        self._resolved = _digest("\n".join(lines))
+        self.groups: dict[str, list[str]] = {self._resolved: lines}  # digest of one argument -> its lines
 
     def describe(self, program: Program) -> list[str]:
-        """The digests of a program's arguments, in order."""
-        return [self._argument(argument) for argument in program.arguments]
+        """The digests of what was resolved and of a program's arguments, in order."""
+        return [self._resolved, *(self._argument(argument) for argument in program.arguments)]
 
     def lines(self, program: Program) -> list[str]:
-        """The description of all arguments, leaf by leaf."""
+        """The description of what was resolved, and of all arguments leaf by leaf."""
         return [line for digest in self.describe(program) for line in self.groups[digest]]
 
     def digest(self, program: Program) -> str:

@@ -80,6 +80,7 @@ class Guard:
         self._lock = threading.Lock()
         self._phase: Phase = "startup"
         self._counts: dict[Phase, Counts] = {"startup": Counts(), "serving": Counts()}
+        self._explain = False
         self._thread = threading.local()
         jax.monitoring.register_event_listener(self._event)
         jax.monitoring.register_scalar_listener(self._begin)
@@ -109,6 +110,15 @@ class Guard:
         """A copy of the counts of a phase."""
         with self._lock:
             return dataclasses.replace(self._counts[phase])
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Names in the log what is traced or compiled inside the block, on any thread, as while serving."""
+        self._explain = True
+        try:
+            yield
+        finally:
+            self._explain = False
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Counts]:
@@ -152,8 +162,9 @@ class Guard:
             self._counts[phase].add(kind)
         for watch in getattr(self._thread, "watches", ()):
             watch.add(kind)
-        if phase == "serving":
-            logger.warning("%s of %s while serving, called from %s", kind.replace("_", " "), fun_name, caller())
+        if phase == "serving" or self._explain:
+            when = "while serving" if phase == "serving" else "in the proof before ready"
+            logger.warning("%s of %s %s, called from %s", kind.replace("_", " "), fun_name, when, caller())
         if self._on_event is not None:
             self._on_event(kind, phase)
 

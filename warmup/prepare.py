@@ -147,7 +147,7 @@ def prepare(engine: WarmableEngine, mode: Mode, store: ArtifactStore, *, report:
     """
     programs = engine.programs()
     report.begin([program.name for program in programs])
-    describer = ArgumentDescriber()
+    describer = ArgumentDescriber({"kv_pages": engine.config.kv_pages})
     loaded: dict[str, aot.Loaded] = {}
     unchanged = False
     memory: dict[str, ProgramMemory] = {}

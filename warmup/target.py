@@ -148,9 +148,8 @@ def build_target(make: Callable[[EngineConfig], Engine], config: EngineConfig, d
     store = open_store(root, model, config, devices, budget=budget)
     stored = store.resolved.get("kv_pages")
     pages = resolve_kv_pages(make, config, budget, stored=stored if isinstance(stored, int) else None)
-    describer = ArgumentDescriber()
 
-    def compile_all(engine: Engine) -> tuple[dict[str, ProgramMemory], list[Pending]]:
+    def compile_all(engine: Engine, describer: ArgumentDescriber) -> tuple[dict[str, ProgramMemory], list[Pending]]:
         programs = engine.programs()
         report.begin([program.name for program in programs])
 
@@ -169,13 +168,13 @@ def build_target(make: Callable[[EngineConfig], Engine], config: EngineConfig, d
         names = [program.name for program in programs]
         return dict(zip(names, (memory for memory, _ in results), strict=True)), [item for _, item in results if item]
 
-    engine = make(dataclasses.replace(config, kv_pages=pages))
-    memory, pending = compile_all(engine)
+    engine, describer = make(dataclasses.replace(config, kv_pages=pages)), ArgumentDescriber({"kv_pages": pages})
+    memory, pending = compile_all(engine, describer)
     plan = measure(engine, budget, memory)
     if not plan.fits and stored is None:
         pages = resolve_kv_pages(make, config, budget, memory=memory)
-        engine = make(dataclasses.replace(config, kv_pages=pages))
-        memory, pending = compile_all(engine)
+        engine, describer = make(dataclasses.replace(config, kv_pages=pages)), ArgumentDescriber({"kv_pages": pages})
+        memory, pending = compile_all(engine, describer)
         plan = measure(engine, budget, memory)
     store.record_resolved({"kv_pages": pages})
     programs = engine.programs()

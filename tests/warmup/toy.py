@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program
 
 HIDDEN = 8
+HANGING = "hanging"  # printed where the program named in TOY_HANG is traced, for ever
 
 
 @struct.dataclass
@@ -104,6 +107,12 @@ class ToyEngine:
 
             def function(*_):
                 raise RuntimeError("broken on purpose")
+
+        if name == os.environ.get("TOY_HANG"):
+
+            def function(*_):
+                print(HANGING, flush=True)
+                threading.Event().wait()
 
         donate = () if donates is None else (donates,)
         jitted = jax.jit(function, donate_argnums=donate, out_shardings=self._sharding)
@@ -191,4 +200,7 @@ def warm(mode: str, root: Path | None, **engine_options) -> dict:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    print(json.dumps(warm(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)))
+    # Under its own name, not as __main__: the classes of the trees are stored by module and name.
+    from tests.warmup import toy
+
+    print(json.dumps(toy.warm(sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else None)))
