@@ -63,6 +63,8 @@ def use_persistent_cache(root: Path | None) -> bool:
         # JAX warns at each entry it fails to write; where all would fail, it is told that none is worth it.
         "jax_persistent_cache_min_compile_time_secs": 0.0 if folder and os.access(folder, os.W_OK) else float("inf"),
         "jax_raise_persistent_cache_errors": False,
+        # Else the folder's path becomes part of every key, and a cache that was moved (into an image, say) is of no use.
+        "jax_persistent_cache_enable_xla_caches": None,
     }
     for name, value in options.items():
         jax.config.update(name, value)

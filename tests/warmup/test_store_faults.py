@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -29,12 +30,22 @@ def root(tmp_path):
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A cache that an AOT and a manual start have filled."""
+    root = tmp_path_factory.mktemp("template") / "cache"
+    toy.warm("aot", root)
+    toy.warm("manual", root)
+    return root
+
+
 @pytest.fixture
-def filled(root):
-    """A cache that a start has filled, and the file of one entry in it."""
-    result = toy.warm("aot", root)
-    manifest = json.loads((Path(result["folder"]) / "manifest.json").read_text())
-    return Path(result["folder"]), Path(result["folder"]) / manifest["entries"]["generate/2"]["file"]
+def filled(root, template):
+    """A filled cache: the folder of the programs, and the file of one of them."""
+    shutil.copytree(template, root)
+    (folder,) = (root / "programs").iterdir()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return folder, folder / manifest["entries"]["generate/2"]["file"]
 
 
 def again(root, caplog) -> tuple[dict, list[str]]:
@@ -241,8 +252,7 @@ def test_a_read_only_folder_is_read(root, filled, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [truncate, garbage, empty])
-def test_manual_removes_faulty_entries(root, caplog, fault):
-    toy.warm("manual", root)
+def test_manual_removes_faulty_entries(root, filled, caplog, fault):
     victim = next((root / "xla").glob("jit_insert-*-cache"))
     fault(victim)
     jax.clear_caches()
@@ -256,8 +266,7 @@ def test_manual_removes_faulty_entries(root, caplog, fault):
 
 
 @pytest.mark.parametrize("fault", [lambda root: (root / "xla").chmod(0o777), lambda root: root.chmod(0o777)])
-def test_manual_does_not_use_a_folder_that_others_can_write(root, caplog, fault):
-    toy.warm("manual", root)
+def test_manual_does_not_use_a_folder_that_others_can_write(root, filled, caplog, fault):
     fault(root)
     jax.clear_caches()
     caplog.clear()
@@ -272,8 +281,7 @@ def test_manual_with_a_file_in_the_place_of_the_cache(root, caplog):
     assert sum("not a folder" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_manual_reads_a_read_only_folder(root, caplog, monkeypatch):
-    toy.warm("manual", root)
+def test_manual_reads_a_read_only_folder(root, filled, caplog, monkeypatch):
     next((root / "xla").glob("jit_insert-*-cache")).unlink()
     jax.clear_caches()
     read_only(monkeypatch, root)
