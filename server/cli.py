@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,32 +93,38 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code. Usage errors exit with 2, as argparse has it."""
+    started = time.monotonic()
     parsed = make_parser().parse_args(arguments)
     try:
-        return _dispatch(parsed)
+        return _dispatch(parsed, started)
     except StartError as error:
         print(f"preheat: {error}", file=sys.stderr)
         return 1
 
 
-def _dispatch(parsed: argparse.Namespace) -> int:
+def _dispatch(parsed: argparse.Namespace, started: float) -> int:
     given = vars(parsed)
     if parsed.command == "proxy":
         return _proxy(load_proxy_config(given, os.environ), parsed.listen_fd, parsed.lifeline_fd)
     config = load_serve_config(given, os.environ)
     request = _generate_options(parsed) if parsed.command == "generate" else None
 
-    from server import app  # loads JAX
-
     if parsed.command == "serve":
-        return app.serve(config)
-    if parsed.command == "build":
-        return app.build(config, parsed.target)
-    if parsed.command == "plan":
-        return app.plan(config, parsed.target)
-    if parsed.command == "cache":
-        return app.cache(config, parsed.action)
-    return app.generate(config, request)
+        from server import app  # loads JAX
+
+        return app.serve(config, started)
+
+    from server import offline  # loads JAX
+
+    match parsed.command:
+        case "build":
+            return offline.build(config, parsed.target)
+        case "plan":
+            return offline.plan(config, parsed.target)
+        case "cache":
+            return offline.cache(config, parsed.action)
+    assert request is not None
+    return offline.generate(config, request)
 
 
 def _proxy(config: ProxyConfig, listen_fd: int | None, lifeline_fd: int | None) -> int:

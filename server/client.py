@@ -129,13 +129,14 @@ class _Collector:
 class Client:
     """Synchronous. ``address`` is ``host:port``; ``ca`` holds the certificates (PEM) that verify the server's TLS."""
 
-    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None):
+    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None,
+                 metadata: Sequence[tuple[str, str]] = ()):
         credentials = _credentials(ca)
         self.channel = (grpc.insecure_channel(address, _OPTIONS) if credentials is None
                         else grpc.secure_channel(address, credentials, _OPTIONS))
         self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
         self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
-        self._metadata = _metadata(api_key)
+        self._metadata = (*_metadata(api_key), *metadata)
         self._timeout = timeout  # seconds, of each call
 
     def __enter__(self) -> Client:

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_LIMIT = 64 * 2**20  # bytes, in both directions
 STOP_GRACE = 1.0  # seconds that running calls get when the server is stopped
+PROOF_METADATA = "preheat-proof"
 RETRY_STARTING = 5.0  # seconds after which a client may try again, while the server starts
 ACCEPTED = "preheat-accepted"  # initial metadata of a Decode call that was queued
 DECODE = orchestrator_pb2.DESCRIPTOR.services_by_name["Orchestrator"].full_name
@@ -67,7 +68,7 @@ class OrchestratorLike(Protocol):
 
     state: str
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> Ticket: ...
+    def submit(self, request: GenerateRequest, sink: Sink, *, proof: bool = False) -> Ticket: ...
 
 
 @dataclasses.dataclass
@@ -112,6 +113,7 @@ class GrpcServer:
         self.warmup_report = warmup_report
         self.request_timeout = request_timeout
         self.created = int(time.time())
+        self.proof_key = secrets.token_hex(16)
         self.model: Model | None = None
         self.port = port
         self.local_address = ""
@@ -306,8 +308,9 @@ class _Orchestrator(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
     async def Decode(self, request, context):  # noqa: N802
         ticket: Ticket | None = None
         try:
-            sink, writer, wire_prompt, built, model = await self._prepare(request, context)
-            ticket = model.orchestrator.submit(built, sink)
+            proof = self._is_proof(context)
+            sink, writer, wire_prompt, built, model = await self._prepare(request, context, proof)
+            ticket = model.orchestrator.submit(built, sink, proof=proof)
             await context.send_initial_metadata(((ACCEPTED, "1"),))
             echoed = wire_prompt is None  # nothing to bring back
             while True:
@@ -334,12 +337,17 @@ class _Orchestrator(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             if ticket is not None:
                 ticket.cancel()
 
-    async def _prepare(self, request: orchestrator_pb2.DecodeRequest, context: grpc.aio.ServicerContext):
+    def _is_proof(self, context: grpc.aio.ServicerContext) -> bool:
+        """The warmup proof comes in as any client does, before the server is ready, by a key that only this process knows."""
+        return any(name == PROOF_METADATA and hmac.compare_digest(value, self._server.proof_key)
+                   for name, value in context.invocation_metadata() or ())
+
+    async def _prepare(self, request: orchestrator_pb2.DecodeRequest, context: grpc.aio.ServicerContext, proof: bool):
         """Checks the call and makes the orchestrator's request; counts what is refused here."""
         metrics = self._server.metrics
         try:
             model = self._loaded()
-            if model.orchestrator.state != "ready":
+            if model.orchestrator.state != "ready" and not proof:
                 raise Unavailable(f"the server is {model.orchestrator.state}", retry_after=RETRY_STARTING)
         except Unavailable:
             metrics.outcome("rejected")

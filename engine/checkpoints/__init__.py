@@ -15,9 +15,9 @@ import numpy as np
 
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf import GgufCheckpoint
-from engine.checkpoints.safetensors import SafetensorsCheckpoint
+from engine.checkpoints.safetensors import SafetensorsCheckpoint, read_config
 
-__all__ = ["Checkpoint", "CheckpointError", "GgufCheckpoint", "SafetensorsCheckpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "GgufCheckpoint", "SafetensorsCheckpoint", "open_checkpoint", "read_config"]
 
 
 class Checkpoint(Protocol):

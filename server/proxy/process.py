@@ -65,6 +65,14 @@ class ProxyProcess:
         """The exit code once it has ended, else `None`."""
         return self._process.poll()
 
+    def wait(self) -> int:
+        """Waits until it has ended; returns its exit code."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+
     def stop(self, timeout: float = STOP_SECONDS + 1) -> None:
         """Ends it: answers on their way get a moment, then it is killed."""
         self._process.terminate()

@@ -1,0 +1,176 @@
+"""From a configuration to a warm engine; shared by every command that needs one.
+
+`open_model` reads what a model says about itself (configuration, tokenizer), which takes well under a second. `warm_engine` does the
+rest: the layout, the programs and the weights at the same time, the buffers, one run of every program. Nothing here knows of
+requests. Errors a user can mend are `StartError`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+from engine.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from engine.config import ConfigError, EngineConfig, ModelConfig, layer_layout
+from engine.families import load_config
+from engine.jax_engine import JaxEngine
+from engine.loader import load_weights
+from engine.weights import Weights
+from server.config import ServeConfig, resolve_batch_sizes, resolve_max_len, resolve_prefill_buckets
+from server.errors import StartError
+from server.models import generation_defaults, resolve_model
+from server.tokenizers import Tokenizer, load_tokenizer
+from server.validation import ModelLimits, sampling_defaults
+from warmup import plan
+from warmup.errors import WarmupError
+from warmup.guard import Guard
+from warmup.prepare import Prepared, open_store, prepare
+from warmup.report import WarmupReport
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenModel:
+    """A model that has been looked at, its weights not yet read."""
+
+    path: Path
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, object]
+
+    def limits(self, name: str, max_len: int) -> ModelLimits:
+        """What requests are checked against."""
+        return ModelLimits(
+            name=name,
+            max_len=max_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            defaults=sampling_defaults(self.generation_config),
+        )
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All ids that end a generation, whichever file names them."""
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.tokenizer.eos_token_ids)))
+
+
+@contextlib.contextmanager
+def readable_errors() -> Iterator[None]:
+    """Turns the errors of checkpoints, configurations and warmup, whose messages are for users already, into `StartError`."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, WarmupError) as error:
+        raise StartError(str(error)) from error
+
+
+def open_model(config: ServeConfig) -> OpenModel:
+    """Finds the model and reads its configuration and tokenizer."""
+    with readable_errors():
+        path = Path(resolve_model(config.model))
+        checkpoint = open_checkpoint(path)
+        return OpenModel(path, checkpoint, load_config(checkpoint.hf_config), load_tokenizer(path), generation_defaults(path))
+
+
+def select_devices(config: ServeConfig) -> list[jax.Device]:
+    """The first ``--tp`` devices of this machine."""
+    devices = jax.local_devices()
+    if config.tp > len(devices):
+        raise StartError(f"--tp {config.tp} needs {config.tp} devices, this machine has {len(devices)} ({devices[0].platform})")
+    return devices[: config.tp]
+
+
+def engine_config(config: ServeConfig, model: ModelConfig, platform: str) -> EngineConfig:
+    """The layout of a configuration, with as many KV pages as all slots at full length take.
+
+    ``platform`` is ``cpu``, ``gpu`` or ``tpu``.
+    """
+    if config.quantize != "none":
+        raise StartError(f"--quantize {config.quantize} is not supported yet: leave it out")
+    max_len = resolve_max_len(config, model.max_position)
+    dtype = config.dtype if config.dtype != "auto" else "float32" if platform == "cpu" else "bfloat16"
+    layout = EngineConfig(
+        slots=config.slots,
+        max_len=max_len,
+        kv_pages=1,
+        prefill_buckets=resolve_prefill_buckets(config, max_len),
+        batch_sizes=resolve_batch_sizes(config),
+        dtype=dtype,
+        tp=config.tp,
+        layers=layer_layout(platform),
+    )
+    return dataclasses.replace(layout, kv_pages=1 + layout.slots * layout.pages_per_slot)  # and the scratch page
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmEngine:
+    """An engine that has run every program, and what warmup knows of it."""
+
+    engine: JaxEngine
+    prepared: Prepared
+    plan: plan.MemoryPlan
+
+
+def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, guard: Guard) -> WarmEngine:
+    """Lays out, compiles or loads, loads weights meanwhile, allocates, and runs every program once."""
+    with readable_errors():
+        devices = select_devices(config)
+        layout = engine_config(config, opened.config, devices[0].platform)
+        budget = plan.memory_budget(config.memory, devices)
+        store = open_store(config.warmup_cache, opened.config, layout, devices, budget=budget)
+
+        def make(layout: EngineConfig) -> JaxEngine:
+            return JaxEngine(opened.config, layout, devices)
+
+        pages = plan.resolve_kv_pages(make, layout, budget, stored=store.resolved.get("kv_pages"))
+        engine = make(dataclasses.replace(layout, kv_pages=pages))
+
+        def make_programs() -> tuple[Prepared, plan.MemoryPlan]:
+            with report.stage("programs"):
+                prepared = prepare(engine, config.warmup, store, report=report, guard=guard)
+            memory_plan = plan.measure(engine, budget, prepared.memory)
+            memory_plan.check(make)
+            store.record_resolved({"kv_pages": pages})
+            return prepared, memory_plan
+
+        weights, (prepared, memory_plan) = _together(lambda: _load_weights(opened, engine, report), make_programs)
+        engine.set_weights(weights)
+        engine.install(prepared.executables)
+        engine.allocate()
+        prepared.touch_all(engine)
+        return WarmEngine(engine, prepared, memory_plan)
+
+
+def _load_weights(opened: OpenModel, engine: JaxEngine, report: WarmupReport) -> Weights:
+    with report.stage("weights"):
+        weights = load_weights(opened.checkpoint, opened.config, engine.abstract_weights)
+        return jax.block_until_ready(weights)
+
+
+def _together(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
+    """Runs both at the same time; the first error is raised without waiting for the other."""
+    futures: list[concurrent.futures.Future] = []
+    for function in (first, second):
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        futures.append(future)
+        threading.Thread(target=_fulfil, args=(future, function), name="start-up", daemon=True).start()
+    done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    return futures[0].result(), futures[1].result()
+
+
+def _fulfil(future: concurrent.futures.Future, function: Callable[[], object]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # raised again by who waits
+        future.set_exception(error)
