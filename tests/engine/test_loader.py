@@ -1,0 +1,192 @@
+"""The loaded weights, fed to a decoder written in plain numpy here, give transformers' log-probs; broken checkpoints are named."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.checkpoints import CheckpointError, open_checkpoint
+from engine.config import EngineConfig, ModelConfig
+from engine.families import load_config
+from engine.loader import load_weights
+from engine.sharding import make_mesh
+from engine.weights import Weights, abstract_weights
+from server.models import DEFAULT_MODEL, resolve_model
+from tests.golden import known
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+TINY = GOLDEN / "tiny_llama"
+
+
+def load(path: pathlib.Path, *, layers: str = "unrolled", dtype: str = "float32", tp: int = 1) -> tuple[ModelConfig, Weights]:
+    checkpoint = open_checkpoint(path)
+    model = load_config(checkpoint.hf_config)
+    config = EngineConfig(slots=1, max_len=64, kv_pages=3, prefill_buckets=(16,), batch_sizes=(1,), layers=layers, dtype=dtype, tp=tp)
+    return model, load_weights(checkpoint, model, abstract_weights(model, config, make_mesh(jax.devices()[:tp])))
+
+
+def log_probs(model: ModelConfig, weights: Weights, ids: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+    """A decoder in numpy, one head at a time: [len, vocab]."""
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + dtype(model.norm_eps)) * scale
+
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), weights)
+    length, head_dim = len(ids), model.head_dim
+    frequency = model.rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if model.rope.kind == "llama3":
+        rope = model.rope
+        for i, f in enumerate(frequency):
+            turns = rope.original_max_position * f / (2 * np.pi)
+            share = min(max((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0), 1)
+            frequency[i] = share * f + (1 - share) * f / rope.factor
+    angle = (np.arange(length)[:, None] * frequency).astype(dtype)
+
+    def rotate(x):  # [len, head_dim]
+        a, b = np.split(x, 2, axis=-1)
+        return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+
+    x = weights.embed[ids]
+    hidden_future = np.triu(np.full((length, length), -np.inf, dtype), 1)
+    for group in weights.layers:
+        for n in range(len(group.attention_norm)):
+            h = norm(x, group.attention_norm[n])
+            heads = []
+            for kv in range(model.num_kv_heads):
+                *queries, key, value = (h @ matrix.T for matrix in group.qkv[n, kv])
+                for query in queries:
+                    scores = rotate(query) @ rotate(key).T / dtype(head_dim**0.5) + hidden_future
+                    scores = np.exp(scores - scores.max(-1, keepdims=True))
+                    heads.append(scores / scores.sum(-1, keepdims=True) @ value)
+            x = x + np.concatenate(heads, -1) @ group.o[n].T
+            h = norm(x, group.mlp_norm[n])
+            gate, up = h @ group.gate_up[n, 0].T, h @ group.gate_up[n, 1].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ group.down[n].T
+    logits = norm(x, weights.final_norm) @ (weights.embed if weights.head is None else weights.head).T
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@pytest.mark.parametrize("prompt", [2, 3])
+def test_tiny_llama_has_transformers_log_probs(layers, prompt):
+    golden = np.load(TINY / "golden.npz")
+    model, weights = load(TINY, layers=layers)
+    assert len(weights.layers) == (3 if layers == "unrolled" else 1)
+    np.testing.assert_allclose(
+        log_probs(model, weights, golden[f"prompt_{prompt}"]), golden[f"logprobs_{prompt}"], atol=2e-5
+    )
+
+
+def test_smollm2_gguf_gives_transformers_tokens():
+    """The whole of the default model: quantized, tied, and with permuted rows in its file."""
+    answer = json.loads((GOLDEN / "smollm2.json").read_text())["languages"]
+    model, weights = load(resolve_model(DEFAULT_MODEL))
+    ids = np.array(answer["prompt"] + answer["tokens"][:31])
+    found = log_probs(model, weights, ids, np.float32)[len(answer["prompt"]) - 1 :]
+    assert found.argmax(-1).tolist() == answer["tokens"][:32]
+    np.testing.assert_allclose(found.max(-1), answer["logprobs"][:32], atol=1e-3)
+
+
+def test_known_distribution(tmp_path):
+    probabilities = known.spread(1)
+    model, weights = load(known.make(tmp_path, probabilities))
+    ids = np.array([known.BOS, 5, 263, 5])
+    np.testing.assert_allclose(log_probs(model, weights, ids), np.log(probabilities[ids]), atol=1e-5)
+
+
+def test_leaves_have_the_dtype_and_sharding_asked_for():
+    model, weights = load(TINY, dtype="bfloat16", tp=2, layers="scanned")
+    for leaf in jax.tree.leaves(weights):
+        assert leaf.dtype == jax.numpy.bfloat16 and len(leaf.sharding.device_set) == 2
+    group = weights.layers[0]
+    assert group.qkv.sharding.shard_shape(group.qkv.shape) == (3, 1, 4, 32, 64)
+    stored = load_file(TINY / "model.safetensors")  # bfloat16 in the file: nothing may be lost
+    q = stored["model.layers.1.self_attn.q_proj.weight"].reshape(2, 2, 32, 64)
+    v = stored["model.layers.1.self_attn.v_proj.weight"].reshape(2, 32, 64)
+    np.testing.assert_array_equal(np.asarray(group.qkv)[1, :, :2], q)
+    np.testing.assert_array_equal(np.asarray(group.qkv)[1, :, 3], v)
+
+
+def test_biases(tmp_path):
+    make_qwen2(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    model, weights = load(tmp_path)
+    bias = np.asarray(weights.layers[1].qkv_bias)[0]
+    np.testing.assert_array_equal(bias[:, :2].reshape(-1), stored["model.layers.1.self_attn.q_proj.bias"])
+    np.testing.assert_array_equal(bias[:, 2].reshape(-1), stored["model.layers.1.self_attn.k_proj.bias"])
+    np.testing.assert_array_equal(bias[:, 3].reshape(-1), stored["model.layers.1.self_attn.v_proj.bias"])
+    assert weights.layers[0].o_bias is None
+
+
+def make_qwen2(folder: pathlib.Path) -> None:
+    def change(config, tensors):
+        config["architectures"] = ["Qwen2ForCausalLM"]
+        for layer in range(3):
+            for name, size in (("q", 128), ("k", 64), ("v", 64)):
+                tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = np.arange(size, dtype=np.float32) + layer
+
+    changed(folder, change)
+
+
+def changed(folder: pathlib.Path, change) -> pathlib.Path:
+    """A copy of the tiny Llama with its config and tensors changed."""
+    config, tensors = json.loads((TINY / "config.json").read_text()), load_file(TINY / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+NORM = "model.layers.2.input_layernorm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("change, parts", [
+    (lambda config, tensors: tensors.pop(NORM), [NORM, "no tensor"]),
+    (lambda config, tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "no tensor"]),
+    (lambda config, tensors: tensors.update({UP: tensors[UP][:-1].copy()}), [UP, "[95, 64]", "[96, 64]", "model.safetensors"]),
+    (lambda config, tensors: config.update(vocab_size=321), ["model.embed_tokens.weight", "[320, 64]", "[321, 64]"]),
+    (lambda config, tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": np.ones(32, np.float32)}),
+     ["model.layers.0.self_attn.q_norm.weight", "no field"]),
+    (lambda config, tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[UP]}), ["model.layers.3.mlp.up_proj.weight"]),
+    (lambda config, tensors: tensors.update({UP: np.ones((96, 64), np.int8)}), [UP, "I8"]),
+    (lambda config, tensors: tensors.update({UP.replace("weight", "weight_scale"): np.ones(1, np.float32)}), ["weight_scale"]),
+])
+def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, change, parts):
+    changed(tmp_path, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    for part in (str(tmp_path), *parts):
+        assert part in str(caught.value)
+
+
+def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path):
+    def change(config, tensors):
+        config["tie_word_embeddings"] = True
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
+
+    _, weights = load(changed(tmp_path, change))
+    assert weights.head is None
+
+
+def test_loading_compiles_nothing():
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **kwargs: seen.append(event))
+    try:
+        load(TINY, tp=2, dtype="bfloat16")
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [event for event in seen if "compile" in event or "trace" in event]
+
+
+def test_a_stale_shard_beside_the_model(tmp_path):
+    shutil.copytree(TINY, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "model-00001-of-00001.safetensors")
+    save_file({"old.weight": np.ones(1, np.float32)}, tmp_path / "m" / "model-00001-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match="old.weight"):
+        load(tmp_path / "m")
