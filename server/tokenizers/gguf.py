@@ -18,7 +18,6 @@ from server.tokenizers import sentencepiece as spm
 from server.tokenizers.base import BytesTokenizer
 from server.tokenizers.chat import ChatTemplate
 from server.tokenizers.fast import FastTokenizer
-from server.tokenizers.special import SpecialToken
 
 # Tokens that end a turn whatever the metadata call EOS, as llama.cpp has it: many files name only one of theirs.
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>"}
@@ -139,11 +138,10 @@ def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
     scores = file.require("tokenizer.ggml.scores").tolist()
     model = spm.bpe_model(tokens, scores, types, add_space_prefix=file.get("tokenizer.ggml.add_space_prefix", True))
     control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]
-    words = [SpecialToken(id, token, control=False) for id, token in enumerate(tokens) if types[id] == spm.USER_DEFINED]
     return spm.SentencePieceTokenizer(
         model,
         source=str(file.path),
-        added=words,
+        added=[],  # the library finds user-defined pieces itself
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, True),
