@@ -1,8 +1,9 @@
 """Fills the abstract weights (``engine/weights.py``) from a checkpoint.
 
-The abstract tree says which arrays there are, in which shape, dtype and sharding; the family says which tensors of the checkpoint
-make each of them. Every array is put together on the host in its final dtype and handed to the device at once, so beside the
-weights themselves only the arrays in flight (one per thread) are held. Nothing here compiles: numpy and ``jax.device_put`` only.
+The abstract tree says which arrays there are, in which shape, dtype and sharding; the family says which tensors of the
+checkpoint make each of them. Every array is put together on the host in its final dtype and handed to the device at
+once, so beside the weights themselves only the arrays in flight (one per thread) are held. Nothing here compiles: numpy
+and ``jax.device_put`` only.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ ALIGNMENT = 64  # bytes; so aligned, the CPU backend takes a host array over wit
 def load_weights(checkpoint: Checkpoint, model: ModelConfig, abstract_weights: Weights) -> Weights:
     """The weights on their devices.
 
-    Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says, or is
-    one that the model does not use.
+    Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says,
+    or is one that the model does not use.
     """
     family = get_family(model.family)
     reader = Reader(checkpoint)
@@ -43,7 +44,9 @@ def load_weights(checkpoint: Checkpoint, model: ModelConfig, abstract_weights: W
         return jax.device_put(array, leaf.sharding)
 
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "load-weights") as threads:
-        futures = [threads.submit(load, leaf, fill) for leaf, fill in zip(leaves, structure.flatten_up_to(fills), strict=True)]
+        futures = [
+            threads.submit(load, leaf, fill) for leaf, fill in zip(leaves, structure.flatten_up_to(fills), strict=True)
+        ]
         concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in futures:
             future.cancel()  # after a failure, those that have not begun; the failed one comes before them
@@ -76,14 +79,16 @@ class Reader:
             found = tuple(self.checkpoint.shape(name))
             if found != shape:
                 raise CheckpointError(
-                    f"{self.checkpoint.file(name)}: tensor {name} has shape {list(found)}, its config says {list(shape)}; "
+                    f"{self.checkpoint.file(name)}: tensor {name} has shape {list(found)}, "
+                    f"its config says {list(shape)}; "
                     "config and weights are of different models: download both again"
                 )
         tied = {family.tensors.head} if model.tie_embeddings else set()  # a copy of the embedding, in some checkpoints
         extra = sorted(name for name in self.available - self.expected.keys() - tied if not family.ignores(name))
         if extra:
             raise CheckpointError(
-                f"{self.checkpoint.file(extra[0])} has tensor {_some(extra)}, which no field of {family.architecture} uses; "
+                f"{self.checkpoint.file(extra[0])} has tensor {_some(extra)}, "
+                f"which no field of {family.architecture} uses; "
                 "the model has parts that its config does not tell of, or files of two models are mixed"
             )
 
@@ -129,7 +134,9 @@ def _fuse_gate_up(gate: Callable[[], np.ndarray], up: Callable[[], np.ndarray]) 
 
 
 def _fuse_qkv(q: Callable[[], np.ndarray], k: Callable[[], np.ndarray], v: Callable[[], np.ndarray]) -> Fill:
-    """Fills [kv_heads, queries_per_kv + 2, head_dim, ...] from q [heads * head_dim, ...] and k, v [kv_heads * head_dim, ...]."""
+    """Fills [kv_heads, queries_per_kv + 2, head_dim, ...] from q [heads * head_dim, ...] and k, v [kv_heads * head_dim,
+    ...].
+    """
 
     def fill(out: np.ndarray) -> None:
         kv_heads, rows = out.shape[:2]
@@ -147,10 +154,14 @@ def _fills(reader: Reader, family: Family, model: ModelConfig, abstract: Weights
     for group in abstract.layers:
         layers = range(first, first := first + group.attention_norm.shape[0])
         per_layer = [_layer_fills(reader, family, model, layer) for layer in layers]
-        groups.append(LayerWeights(**{
-            field: None if leaf is None else _stack([fills[field] for fills in per_layer])
-            for field, leaf in vars(group).items()
-        }))
+        groups.append(
+            LayerWeights(
+                **{
+                    field: None if leaf is None else _stack([fills[field] for fills in per_layer])
+                    for field, leaf in vars(group).items()
+                }
+            )
+        )
     if first != model.num_layers:
         raise ValueError(f"the abstract weights hold {first} layers, the model has {model.num_layers}")
     return Weights(

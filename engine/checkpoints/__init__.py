@@ -1,8 +1,8 @@
 """Where weights come from: files of several formats, all shown alike.
 
-A `Checkpoint` shows Hugging Face tensor names, Hugging Face row order and a Hugging Face style ``config.json`` dictionary,
-whatever the file is, so that families (``engine/families``) and the loader (``engine/loader.py``) know one spelling only.
-Opening reads headers; a tensor's bytes are read when `read` asks for them, from memory-mapped files.
+A `Checkpoint` shows Hugging Face tensor names, Hugging Face row order and a Hugging Face style ``config.json``
+dictionary, whatever the file is, so that families (``engine/families``) and the loader (``engine/loader.py``) know one
+spelling only. Opening reads headers; a tensor's bytes are read when `read` asks for them, from memory-mapped files.
 """
 
 from __future__ import annotations
@@ -53,5 +53,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if path.suffix.lower() == ".gguf":
         return GgufCheckpoint(path)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a directory with config.json and *.safetensors, or a .gguf file")
+        raise CheckpointError(
+            f"{path} does not exist; give a directory with config.json and *.safetensors, or a .gguf file"
+        )
     raise CheckpointError(f"{path} is neither a directory nor a .gguf file; give one of the two")

@@ -1,10 +1,12 @@
 """Quantized blocks to float32, fast.
 
 The ``gguf`` package dequantizes every type but makes several passes over memory, which costs a second for 135M
-parameters. The common types of 32-value blocks are unpacked here in pieces that stay in the CPU's cache: 4 to 5 times as fast,
-and numpy releases the interpreter lock, so that tensors can be unpacked in threads. All other types go through the package.
+parameters. The common types of 32-value blocks are unpacked here in pieces that stay in the CPU's cache: 4 to 5 times
+as fast, and numpy releases the interpreter lock, so that tensors can be unpacked in threads. All other types go through
+the package.
 
-Block layouts (ggml's ``ggml-common.h``; ``d`` and ``m`` are float16, ``q`` 16 bytes of low nibbles first, then high ones)::
+Block layouts (ggml's ``ggml-common.h``; ``d`` and ``m`` are float16, ``q`` 16 bytes of low nibbles first, then high
+ones)::
 
     Q4_0  d, q         value = d * (q - 8)
     Q4_1  d, m, q      value = d * q + m

@@ -1,8 +1,8 @@
 """GGUF models, shown as the Hugging Face checkpoint they were converted from.
 
-The converters rename tensors, and for the ``llama`` architecture they reorder the rows of the query and key projections: ggml
-rotates neighbouring pairs of dimensions where Hugging Face rotates halves. `GgufCheckpoint` undoes both, and turns the
-metadata into a ``config.json`` dictionary. What it cannot express is refused by name.
+The converters rename tensors, and for the ``llama`` architecture they reorder the rows of the query and key
+projections: ggml rotates neighbouring pairs of dimensions where Hugging Face rotates halves. `GgufCheckpoint` undoes
+both, and turns the metadata into a ``config.json`` dictionary. What it cannot express is refused by name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class GgufCheckpoint:
                 f"{path} has the architecture {self.architecture!r}; served are {', '.join(sorted(ARCHITECTURES))}"
             )
         if self.gguf.get("split.count", 1) > 1:
-            raise CheckpointError(f"{path} is one of {self.gguf.get('split.count')} parts; merge them with gguf-split first")
+            raise CheckpointError(
+                f"{path} is one of {self.gguf.get('split.count')} parts; merge them with gguf-split first"
+            )
         self._gguf_names = {hf_name(name, path): name for name in self.gguf.tensors if name != ROPE_FACTORS}
         self.hf_config = self._config()
 
@@ -97,7 +99,9 @@ class GgufCheckpoint:
         value = self._key(key)
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
-                raise CheckpointError(f"{self.path}: {self.architecture}.{key} differs between layers, which is not served")
+                raise CheckpointError(
+                    f"{self.path}: {self.architecture}.{key} differs between layers, which is not served"
+                )
             value = value[0]
         return int(value)
 
@@ -108,7 +112,9 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor token_embd.weight; download it again")
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
         if self._optional("expert_count", 0):
-            raise CheckpointError(f"{self.path} is a mixture of {self._optional('expert_count', 0)} experts, which is not served")
+            raise CheckpointError(
+                f"{self.path} is a mixture of {self._optional('expert_count', 0)} experts, which is not served"
+            )
         config = {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
@@ -133,7 +139,8 @@ class GgufCheckpoint:
         rotated = int(self._optional("rope.dimension_count", config["head_dim"]))
         if rotated != config["head_dim"]:
             raise CheckpointError(
-                f"{self.path} rotates {rotated} of {config['head_dim']} head dimensions ({self.architecture}.rope.dimension_count), "
+                f"{self.path} rotates {rotated} of {config['head_dim']} head dimensions "
+                f"({self.architecture}.rope.dimension_count), "
                 "which is not served"
             )
         return config
@@ -179,15 +186,17 @@ def hf_name(name: str, path: pathlib.Path) -> str:
         return MODEL_NAMES[name]
     match = LAYER.fullmatch(name)
     if match is None or match[2] not in LAYER_NAMES:
-        raise CheckpointError(f"{path}: tensor {name} is of no known kind; the model needs something that is not served")
+        raise CheckpointError(
+            f"{path}: tensor {name} is of no known kind; the model needs something that is not served"
+        )
     return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def unpermute(raw: np.ndarray, heads: int, dimensions: int) -> np.ndarray:
     """Rows of a query or key projection from ggml's order back to Hugging Face's.
 
-    Within a head the converter puts row ``half * d/2 + i`` at ``2 i + half``. Works on stored bytes, since rows are whole.
-    ``raw`` is [heads * d, bytes per row], or [1, bytes] for a bias (``dimensions`` 1; float32 then).
+    Within a head the converter puts row ``half * d/2 + i`` at ``2 i + half``. Works on stored bytes, since rows are
+    whole. ``raw`` is [heads * d, bytes per row], or [1, bytes] for a bias (``dimensions`` 1; float32 then).
     """
     rows = raw.view("<f4").reshape(-1, 1) if dimensions == 1 else raw
     half = len(rows) // heads // 2
@@ -196,7 +205,9 @@ def unpermute(raw: np.ndarray, heads: int, dimensions: int) -> np.ndarray:
 
 
 def llama3_divisors(theta: float, head_dim: int, scaling: dict) -> np.ndarray:
-    """What each rotary frequency is divided by, float64 [head_dim / 2] ("The Llama 3 Herd of Models", and its reference code)."""
+    """What each rotary frequency is divided by, float64 [head_dim / 2] ("The Llama 3 Herd of Models", and its reference
+    code).
+    """
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelength

@@ -1,8 +1,8 @@
 """The GGUF container: metadata and where each tensor's bytes lie (ggml's ``docs/gguf.md``, versions 2 and 3).
 
-The ``gguf`` package's own reader makes a numpy view of every string of the vocabulary, which takes seconds at each start; this
-one walks the header once in well under a tenth of that, and decodes arrays only when they are asked for. Type numbers, block
-sizes and dequantizing come from the package.
+The ``gguf`` package's own reader makes a numpy view of every string of the vocabulary, which takes seconds at each
+start; this one walks the header once in well under a tenth of that, and decodes arrays only when they are asked for.
+Type numbers, block sizes and dequantizing come from the package.
 """
 
 from __future__ import annotations
@@ -59,11 +59,14 @@ class GgufFile:
         try:
             self._read_header()
         except (struct.error, IndexError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is truncated or damaged in its header ({error}); download it again") from None
+            raise CheckpointError(
+                f"{path} is truncated or damaged in its header ({error}); download it again"
+            ) from None
         end = max(self.tensors.values(), key=lambda tensor: tensor.offset + tensor.size, default=None)
         if end is not None and end.offset + end.size > len(self.data):
             raise CheckpointError(
-                f"{path} is truncated: tensor {end.name} ends at byte {end.offset + end.size}, the file has {len(self.data)}; "
+                f"{path} is truncated: tensor {end.name} ends at byte {end.offset + end.size}, "
+                f"the file has {len(self.data)}; "
                 "download it again"
             )
 
@@ -75,7 +78,9 @@ class GgufFile:
     def require(self, key: str) -> Any:
         """A metadata value that must be there."""
         if key not in self._metadata:
-            raise CheckpointError(f"{self.path} has no metadata {key}; convert the model again with a current converter")
+            raise CheckpointError(
+                f"{self.path} has no metadata {key}; convert the model again with a current converter"
+            )
         return self.get(key)
 
     def keys(self) -> list[str]:
@@ -92,7 +97,9 @@ class GgufFile:
         if magic != b"GGUF":
             raise CheckpointError(f"{self.path} is not a GGUF file (it starts with {magic!r}); give another file")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read")
+            raise CheckpointError(
+                f"{self.path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read"
+            )
         tensor_count, metadata_count = self._unpack("QQ")
         self._metadata: dict[str, Any] = {}
         for _ in range(metadata_count):
@@ -114,7 +121,9 @@ class GgufFile:
         try:
             quantization = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            raise CheckpointError(f"{self.path}: tensor {name} has the unknown type {kind}; use another quantization") from None
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has the unknown type {kind}; use another quantization"
+            ) from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[quantization]
         if not shape or shape[-1] % block:
             raise CheckpointError(f"{self.path}: tensor {name} has shape {list(shape)}, not whole blocks of {block}")

@@ -1,8 +1,8 @@
 """Hugging Face checkpoints: a directory with ``config.json`` and one or more ``*.safetensors`` files.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, and the
-tensors' bytes. The header is read here rather than by the ``safetensors`` library because its errors name neither the file
-nor the tensor, and because numpy has no bfloat16 of its own; tensors are views of the memory-mapped file.
+A safetensors file is an 8-byte little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, and
+the tensors' bytes. The header is read here rather than by the ``safetensors`` library because its errors name neither
+the file nor the tensor, and because numpy has no bfloat16 of its own; tensors are views of the memory-mapped file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,19 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 # Read so that a header with such a tensor can be checked; a weight of these types is refused by name when it is read.
-OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8}
+OTHER_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "I32": 4,
+    "U64": 8,
+    "I64": 8,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +114,9 @@ def read_config(path: pathlib.Path) -> dict:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file} does not exist; a model directory has config.json, *.safetensors and a tokenizer") from None
+        raise CheckpointError(
+            f"{file} does not exist; a model directory has config.json, *.safetensors and a tokenizer"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
     if not isinstance(config, dict):
@@ -113,7 +127,8 @@ def read_config(path: pathlib.Path) -> dict:
 def find_shards(path: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, pathlib.Path]]:
     """The files to read, and where the index (if there is one) places each tensor.
 
-    Without an index every ``*.safetensors`` of the directory belongs to the model; with ``model.safetensors`` only that one.
+    Without an index every ``*.safetensors`` of the directory belongs to the model; with ``model.safetensors`` only that
+    one.
     """
     index = path / INDEX
     if index.exists():
@@ -151,10 +166,14 @@ def read_header(file: pathlib.Path) -> tuple[mmap.mmap, dict[str, Entry]]:
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER:
-        raise CheckpointError(f"{file} is not a safetensors file (its header would take {length} bytes); download it again")
+        raise CheckpointError(
+            f"{file} is not a safetensors file (its header would take {length} bytes); download it again"
+        )
     start = 8 + length
     if start > size:
-        raise CheckpointError(f"{file} is truncated: its header takes {start} bytes, the file has {size}; download it again")
+        raise CheckpointError(
+            f"{file} is truncated: its header takes {start} bytes, the file has {size}; download it again"
+        )
     try:
         header = json.loads(data[8:start])
         header.pop("__metadata__", None)
@@ -174,13 +193,16 @@ def check_entry(name: str, entry: Entry, size: int) -> None:
     known = DTYPES.get(entry.dtype)
     itemsize = known.itemsize if known is not None else OTHER_SIZES.get(entry.dtype)
     if itemsize is None:
-        raise CheckpointError(f"{entry.file}: tensor {name} has dtype {entry.dtype}, which is not known; use a float version")
+        raise CheckpointError(
+            f"{entry.file}: tensor {name} has dtype {entry.dtype}, which is not known; use a float version"
+        )
     if any(not isinstance(extent, int) or extent < 0 for extent in entry.shape):
         raise CheckpointError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}; download the file again")
     needed = math.prod(entry.shape) * itemsize
     if entry.end - entry.begin != needed:
         raise CheckpointError(
-            f"{entry.file}: tensor {name} has {entry.end - entry.begin} bytes where shape {list(entry.shape)} of {entry.dtype} "
+            f"{entry.file}: tensor {name} has {entry.end - entry.begin} bytes where shape "
+            f"{list(entry.shape)} of {entry.dtype} "
             f"needs {needed}; download the file again"
         )
     if entry.end > size:

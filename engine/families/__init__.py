@@ -1,8 +1,8 @@
 """Model families: how a Hugging Face config and its tensor names map onto the one decoder.
 
-A family is a small file that makes a `Family`; adding one is a matter of writing it and listing it in `FAMILIES`. Families are
-found by the config's ``architectures``, or by its ``model_type`` where that is absent. Everything a family does not understand is
-an error that names the field: a default taken in silence is a model that answers wrong.
+A family is a small file that makes a `Family`; adding one is a matter of writing it and listing it in `FAMILIES`.
+Families are found by the config's ``architectures``, or by its ``model_type`` where that is absent. Everything a family
+does not understand is an error that names the field: a default taken in silence is a model that answers wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def find_family(hf: dict) -> Family:
         if family.model_type == model_type:
             return family
     raise ConfigError(
-        f"config.json: architectures is absent and model_type is {model_type!r}, which is not served; served are {served}"
+        f"config.json: architectures is absent and model_type is {model_type!r}, which is not served; "
+        f"served are {served}"
     )
 
 
@@ -41,5 +42,7 @@ def get_family(name: str) -> Family:
 
 
 def load_config(hf: dict) -> ModelConfig:
-    """The `ModelConfig` of a config.json. Raises `ConfigError`, which names the field, what was found and the remedy."""
+    """The `ModelConfig` of a config.json. Raises `ConfigError`, which names the field, what was found and the
+    remedy.
+    """
     return find_family(hf).load_config(hf)

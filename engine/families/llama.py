@@ -1,4 +1,5 @@
-"""Llama (2, 3, SmolLM2, TinyLlama, ...), and Mistral without its sliding window: the same decoder and the same tensor names.
+"""Llama (2, 3, SmolLM2, TinyLlama, ...), and Mistral without its sliding window: the same decoder and the same tensor
+names.
 
 `decoder_config` reads what families of this shape have in common; a family adds what differs.
 """
@@ -8,11 +9,18 @@ from __future__ import annotations
 from engine.config import ConfigError, ModelConfig, RopeConfig
 from engine.families.family import Family, Fields
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
-def decoder_config(hf: dict, *, family: str, qkv_bias: bool, o_bias: bool, mlp_bias: bool,
-                   default_theta: float = 10_000.0) -> ModelConfig:
+def decoder_config(
+    hf: dict, *, family: str, qkv_bias: bool, o_bias: bool, mlp_bias: bool, default_theta: float = 10_000.0
+) -> ModelConfig:
     """A config of the Llama shape. Both spellings of each field are read; what is not served is refused by name."""
     fields = Fields(hf)
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
@@ -59,22 +67,26 @@ def decoder_config(hf: dict, *, family: str, qkv_bias: bool, o_bias: bool, mlp_b
 
 
 def rope_config(hf: dict, max_position: int, default_theta: float) -> RopeConfig:
-    """Rotary embedding in either spelling: ``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling``, whose
-    kind is ``rope_type`` or, in older files, ``type``."""
+    """Rotary embedding in either spelling: ``rope_parameters`` (transformers 5), or ``rope_theta`` with
+    ``rope_scaling``, whose kind is ``rope_type`` or, in older files, ``type``.
+    """
     nested = hf.get("rope_parameters")
     name = "rope_parameters" if nested is not None else "rope_scaling"
     scaling = nested if nested is not None else hf.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ConfigError(f"config.json: {name} is {scaling!r}; an object or null is needed")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise ConfigError(f"config.json: {name} differs between layers ({', '.join(scaling)}), which this family does not have")
+        raise ConfigError(
+            f"config.json: {name} differs between layers ({', '.join(scaling)}), which this family does not have"
+        )
     fields = Fields(scaling, f"config.json: {name}")
     theta = fields.number("rope_theta", Fields(hf).number("rope_theta", default_theta))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     for place in (hf, scaling):
         if place.get("partial_rotary_factor") not in (None, 1.0):
             raise ConfigError(
-                f"config.json: partial_rotary_factor is {place['partial_rotary_factor']!r}; only whole heads (1.0) can be rotated"
+                f"config.json: partial_rotary_factor is {place['partial_rotary_factor']!r}; "
+                "only whole heads (1.0) can be rotated"
             )
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -93,7 +105,9 @@ def rope_config(hf: dict, max_position: int, default_theta: float) -> RopeConfig
         if rope.high_freq_factor <= rope.low_freq_factor:
             raise fields.fail("high_freq_factor", f"it must be over low_freq_factor ({rope.low_freq_factor})")
         return rope
-    raise ConfigError(f"config.json: {name} has rope_type {kind!r}, which is not served; served are default, linear, llama3")
+    raise ConfigError(
+        f"config.json: {name} has rope_type {kind!r}, which is not served; served are default, linear, llama3"
+    )
 
 
 def load_llama(hf: dict) -> ModelConfig:

@@ -9,7 +9,9 @@ from engine.families.llama import decoder_config
 
 def load_qwen2(hf: dict) -> ModelConfig:
     if Fields(hf).flag("use_sliding_window", False):
-        raise ConfigError("config.json: use_sliding_window is true, which is not served; set it to false if the model allows it")
+        raise ConfigError(
+            "config.json: use_sliding_window is true, which is not served; set it to false if the model allows it"
+        )
     return decoder_config(hf, family="qwen2", qkv_bias=True, o_bias=False, mlp_bias=False)
 
 

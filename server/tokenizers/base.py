@@ -1,7 +1,8 @@
 """What a tokenizer is, and what all kinds share: decoding through bytes, and the parsing of special tokens.
 
 Bytes that are no UTF-8 become U+FFFD exactly as the tokenizer's own library shows them: byte-level BPE (Rust's
-``from_utf8_lossy``) one for each maximal ill-formed part, which is Python's ``replace``; SentencePiece one for each byte.
+``from_utf8_lossy``) one for each maximal ill-formed part, which is Python's ``replace``; SentencePiece one for each
+byte.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text.
 
-        ``add_bos``: begin with what the model's own tokenizer begins with; one BOS, never two. ``parse_special``: control tokens
-        spelled in the text become ids; only for rendered chat templates, since a user's text that spells one stays text.
-        Raises `InvalidRequest` for text that is not Unicode (lone surrogates).
+        ``add_bos``: begin with what the model's own tokenizer begins with; one BOS, never two. ``parse_special``:
+        control tokens spelled in the text become ids; only for rendered chat templates, since a user's text that spells
+        one stays text. Raises `InvalidRequest` for text that is not Unicode (lone surrogates).
         """
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -50,7 +51,9 @@ class Tokenizer(Protocol):
         """The bytes a token stands for, of a special token its spelling; empty for unknown ids."""
 
     def token_text(self, id: int) -> str:
-        """A token as log-probs show it: its text, ``bytes:\\xe2\\x82`` for part of a character, ``token_id:7`` for unknown ids."""
+        """A token as log-probs show it: its text, ``bytes:\\xe2\\x82`` for part of a character, ``token_id:7`` for
+        unknown ids.
+        """
 
     def is_special(self, id: int) -> bool:
         """Whether a token is a control token, which `decode` leaves out."""
@@ -60,7 +63,9 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Decodes one sequence token by token; what it has returned, joined, is `Tokenizer.decode` of the ids. O(1) per token."""
+    """Decodes one sequence token by token; what it has returned, joined, is `Tokenizer.decode` of the ids. O(1) per
+    token.
+    """
 
     def __init__(self, tokenizer: BytesTokenizer):
         self._tokenizer = tokenizer
@@ -90,8 +95,16 @@ class BytesTokenizer(abc.ABC):
     decode_errors = "replace"
     strip_leading_space = False  # the tokenizer puts a space before every text, so decoding takes one off
 
-    def __init__(self, *, vocab_size: int, bos_token_id: int | None, eos_token_ids: Sequence[int], special: SpecialTokens,
-                 prefix: Sequence[int], chat_template: ChatTemplate | None):
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        bos_token_id: int | None,
+        eos_token_ids: Sequence[int],
+        special: SpecialTokens,
+        prefix: Sequence[int],
+        chat_template: ChatTemplate | None,
+    ):
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -121,7 +134,9 @@ class BytesTokenizer(abc.ABC):
         return ids
 
     def _encode_chat(self, text: str) -> list[int]:
-        """A rendered chat: the template's control tokens are parsed, those that a user spelled are marked and stay text."""
+        """A rendered chat: the template's control tokens are parsed, those that a user spelled are marked and stay
+        text.
+        """
         if unmark(text) == text:
             return self.encode_text(text, parse_special=True)
         ids: list[int] = []

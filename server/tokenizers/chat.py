@@ -1,9 +1,9 @@
 """Chat templates: Jinja programs of the model, rendered in a sandbox, as Hugging Face's libraries render them.
 
-A template's output is text in which its control tokens are spelled out, to be encoded with ``parse_special``. So that a user
-cannot forge turns, control tokens spelled in *messages* are marked while rendering: a noncharacter, U+FDD0, goes after their
-first character, which `server.tokenizers.base` takes out again once the real ones have been found. A U+FDD0 of the user's own is
-doubled for the journey.
+A template's output is text in which its control tokens are spelled out, to be encoded with ``parse_special``. So that a
+user cannot forge turns, control tokens spelled in *messages* are marked while rendering: a noncharacter, U+FDD0, goes
+after their first character, which `server.tokenizers.base` takes out again once the real ones have been found. A U+FDD0
+of the user's own is doubled for the journey.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def unmark(text: str) -> str:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` blocks, by which templates tell trainers what the assistant wrote; here they are just their body."""
+    """``{% generation %}`` blocks, by which templates tell trainers what the assistant wrote; here they are just their
+    body.
+    """
 
     tags = {"generation"}
 
@@ -42,8 +44,13 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own filter escapes HTML; templates expect JSON as it is."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -65,12 +72,18 @@ def _environment() -> jinja2.Environment:
 class ChatTemplate:
     """One chat template, or several named ones of which ``tool_use`` is taken when tools are given, else ``default``.
 
-    ``special_tokens`` are the names a template may use, such as ``bos_token``, with their spellings; ``control_spellings`` are what
-    is marked in messages. Raises `StartError` for a template that is not valid Jinja.
+    ``special_tokens`` are the names a template may use, such as ``bos_token``, with their spellings;
+    ``control_spellings`` are what is marked in messages. Raises `StartError` for a template that is not valid Jinja.
     """
 
-    def __init__(self, template: str | Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None,
-                 control_spellings: Sequence[str] = (), source: str = "the chat template"):
+    def __init__(
+        self,
+        template: str | Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        control_spellings: Sequence[str] = (),
+        source: str = "the chat template",
+    ):
         self.sources = {"default": template} if isinstance(template, str) else dict(template)
         self.special_tokens = dict(special_tokens or {})
         ordered = sorted(filter(None, control_spellings), key=len, reverse=True)
@@ -79,25 +92,34 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
         except jinja2.TemplateError as error:
-            raise StartError(f"{source} is not valid Jinja: {error}; download the model's tokenizer files again") from None
+            raise StartError(
+                f"{source} is not valid Jinja: {error}; download the model's tokenizer files again"
+            ) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-               add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
         """The prompt of a conversation, to be encoded with ``parse_special``.
 
-        ``kwargs`` are further variables of the template. Fields of a message that are `None` are left out. Raises `InvalidRequest`
-        with param ``messages`` when the template does.
+        ``kwargs`` are further variables of the template. Fields of a message that are `None` are left out. Raises
+        `InvalidRequest` with param ``messages`` when the template does.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
             raise InvalidRequest(
-                f"the model's chat templates are {', '.join(self._templates)}; none of them is for this request", param="messages"
+                f"the model's chat templates are {', '.join(self._templates)}; none of them is for this request",
+                param="messages",
             )
         clean = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {
             **self.special_tokens,
-            **kwargs,
+            **self._marked(kwargs),
             "messages": self._marked(clean),
             "tools": self._marked(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
@@ -105,7 +127,9 @@ class ChatTemplate:
         try:
             return template.render(variables)
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", param="messages") from None
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from None
         except Exception as error:  # a template is a program: it fails as any on input that it was not made for
             raise InvalidRequest(
                 f"the model's chat template fails on these messages ({type(error).__name__}: {error}); "

@@ -1,7 +1,7 @@
 """Tokenizers of the ``tokenizers`` library: a ``tokenizer.json``, or one built from a GGUF's metadata.
 
-Encoding is the library's. Decoding is not: its decoders work on whole sequences only, so what they do is expressed as bytes per
-token here, and a decoder for which that is not possible is refused by name.
+Encoding is the library's. Decoding is not: its decoders work on whole sequences only, so what they do is expressed as
+bytes per token here, and a decoder for which that is not possible is refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SPACE = "\u2581"  # SentencePiece's mark of a space
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 as itself, the rest from U+0100 on."""
+    """The characters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 as itself, the rest from U+0100
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
@@ -34,8 +36,17 @@ BYTE_ALPHABET = _byte_alphabet()
 class FastTokenizer(BytesTokenizer):
     """See `server.tokenizers.base.Tokenizer`. ``unused`` are ids that stand for nothing (padding of the vocabulary)."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, source: str, bos_token_id: int | None, eos_token_ids: Sequence[int],
-                 prefix: Sequence[int], chat_template: ChatTemplate | None, unused: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        source: str,
+        bos_token_id: int | None,
+        eos_token_ids: Sequence[int],
+        prefix: Sequence[int],
+        chat_template: ChatTemplate | None,
+        unused: frozenset[int] = frozenset(),
+    ):
         super().__init__(
             vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
             bos_token_id=bos_token_id,

@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF, built from its metadata.
 
-``tokenizer.ggml.model`` says which kind: ``gpt2`` is byte-level BPE, whose way of cutting text into words is only named, in
-``tokenizer.ggml.pre``; ``llama`` is SentencePiece BPE. A name that is not known here is refused, since another way of cutting gives
-other ids. The regular expressions are those of the models' own tokenizer.json files.
+``tokenizer.ggml.model`` says which kind: ``gpt2`` is byte-level BPE, whose way of cutting text into words is only
+named, in ``tokenizer.ggml.pre``; ``llama`` is SentencePiece BPE. A name that is not known here is refused, since
+another way of cutting gives other ids. The regular expressions are those of the models' own tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from server.tokenizers.chat import ChatTemplate
 from server.tokenizers.fast import FastTokenizer
 
 # Tokens that end a turn whatever the metadata call EOS, as llama.cpp has it: many files name only one of theirs.
-END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>"}
+END_OF_TURN = {
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+}
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -49,7 +58,12 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": (QWEN2,),
     "tekken": (TEKKEN,),
 }
-IGNORE_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token is that token, whatever the merges
+IGNORE_MERGES = {
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "tekken",
+}  # a word that is a token is that token, whatever the merges
 NFC = {"qwen2", "deepseek-r1-qwen"}  # text is composed first
 ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the metadata do not say
 
@@ -62,7 +76,9 @@ def load_gguf_tokenizer(path: pathlib.Path) -> BytesTokenizer:
         return _byte_level(file)
     if kind == "llama":
         return _sentencepiece(file)
-    raise StartError(f"{path}: tokenizer.ggml.model is {kind!r}, which is not served; served are gpt2 (byte-level BPE) and llama")
+    raise StartError(
+        f"{path}: tokenizer.ggml.model is {kind!r}, which is not served; served are gpt2 (byte-level BPE) and llama"
+    )
 
 
 def _types(file: GgufFile, count: int) -> list[int]:
@@ -91,7 +107,9 @@ def _chat_template(file: GgufFile, tokens: list[str], control: list[str]) -> Cha
     named = {"default": template}
     for name in file.get("tokenizer.chat_templates", []):
         named[name] = file.require(f"tokenizer.chat_template.{name}")
-    return ChatTemplate(named, special_tokens=spellings, control_spellings=control, source=f"{file.path}: tokenizer.chat_template")
+    return ChatTemplate(
+        named, special_tokens=spellings, control_spellings=control, source=f"{file.path}: tokenizer.chat_template"
+    )
 
 
 def _byte_level(file: GgufFile) -> FastTokenizer:
@@ -105,16 +123,24 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
     tokens = file.require("tokenizer.ggml.tokens")
     types = _types(file, len(tokens))
     vocab = {token: id for id, token in enumerate(tokens)}
-    merges = [(merge[:cut], merge[cut + 1 :]) for merge in file.require("tokenizer.ggml.merges") if (cut := merge.find(" ", 1))]
+    merges = [
+        (merge[:cut], merge[cut + 1 :])
+        for merge in file.require("tokenizer.ggml.merges")
+        if (cut := merge.find(" ", 1))
+    ]
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in IGNORE_MERGES)
     except Exception as error:  # the library has no type of its own for this
-        raise StartError(f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({error}); download it again") from None
+        raise StartError(
+            f"{file.path}: tokenizer.ggml.merges do not fit its tokens ({error}); download it again"
+        ) from None
     tokenizer = tokenizers.Tokenizer(model)
     if pre in NFC:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(tokenizers.Regex(cut), behavior="isolated") for cut in SPLITS[pre]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=file.get("tokenizer.ggml.add_space_prefix", False), use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=file.get("tokenizer.ggml.add_space_prefix", False), use_regex=False
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]

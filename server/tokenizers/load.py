@@ -1,8 +1,9 @@
 """Finds a model's tokenizer and reads the files around it.
 
-Beside ``tokenizer.json`` or ``tokenizer.model`` a Hugging Face directory may have ``tokenizer_config.json`` (names of special tokens,
-added tokens, whether BOS is added, the chat template), ``special_tokens_map.json``, ``added_tokens.json``, ``chat_template.jinja``,
-and ``generation_config.json`` or ``config.json``, which know all the tokens that end a generation.
+Beside ``tokenizer.json`` or ``tokenizer.model`` a Hugging Face directory may have ``tokenizer_config.json`` (names of
+special tokens, added tokens, whether BOS is added, the chat template), ``special_tokens_map.json``,
+``added_tokens.json``, ``chat_template.jinja``, and ``generation_config.json`` or ``config.json``, which know all the
+tokens that end a generation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_t
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> BytesTokenizer:
-    """The tokenizer of a model: a directory or a ``.gguf`` file. Raises `StartError` that names the file and the remedy."""
+    """The tokenizer of a model: a directory or a ``.gguf`` file. Raises `StartError` that names the file and the
+    remedy.
+    """
     path = pathlib.Path(path)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         return load_gguf_tokenizer(path)
@@ -68,17 +71,27 @@ def _spellings(config: dict) -> dict[str, str]:
 def _added_tokens(path: pathlib.Path, config: dict) -> list[SpecialToken]:
     """Added tokens of tokenizer_config.json, and of the older added_tokens.json."""
     added = [
-        SpecialToken(int(id), token["content"], token.get("special", False), token.get("lstrip", False), token.get("rstrip", False))
+        SpecialToken(
+            int(id),
+            token["content"],
+            token.get("special", False),
+            token.get("lstrip", False),
+            token.get("rstrip", False),
+        )
         for id, token in config.get("added_tokens_decoder", {}).items()
     ]
     seen = {token.content for token in added}
     special = set(_spellings(config).values())
     older = read_json(path / "added_tokens.json")
-    return added + [SpecialToken(id, content, content in special) for content, id in older.items() if content not in seen]
+    return added + [
+        SpecialToken(id, content, content in special) for content, id in older.items() if content not in seen
+    ]
 
 
 def _eos(path: pathlib.Path, own: int | None) -> tuple[int, ...]:
-    """All tokens that end a generation: those of generation_config.json (or else config.json), and the tokenizer's own."""
+    """All tokens that end a generation: those of generation_config.json (or else config.json), and the tokenizer's
+    own.
+    """
     named = read_json(path / "generation_config.json").get("eos_token_id")
     if named is None:
         named = read_json(path / "config.json").get("eos_token_id")
@@ -146,12 +159,17 @@ def _id(tokenizer: tokenizers.Tokenizer, spelling: str | None, path: pathlib.Pat
         return None
     id = tokenizer.token_to_id(spelling)
     if id is None:
-        raise StartError(f"{path / 'tokenizer_config.json'} names {spelling!r}, which tokenizer.json does not have; download both again")
+        raise StartError(
+            f"{path / 'tokenizer_config.json'} names {spelling!r}, which tokenizer.json does not have; "
+            "download both again"
+        )
     return id
 
 
 def _prefix(tokenizer: tokenizers.Tokenizer, eos: int | None) -> list[int]:
-    """What the tokenizer's post-processor puts before a text: what is special about the empty one, but for a final EOS."""
+    """What the tokenizer's post-processor puts before a text: what is special about the empty one, but for a final
+    EOS.
+    """
     ids = tokenizer.encode("", add_special_tokens=True).ids
     return ids[:-1] if ids and ids[-1] == eos else ids
 

@@ -1,7 +1,7 @@
 """SentencePiece models: ``tokenizer.model``, and the ``llama`` tokenizer of a GGUF (rebuilt as a SentencePiece model).
 
-The library encodes plain text. It never parses control tokens, so those of a rendered chat are cut out first; each stretch
-of text between them gets the model's leading space, as Llama 2's own code does.
+The library encodes plain text. It never parses control tokens, so those of a rendered chat are cut out first; each
+stretch of text between them gets the model's leading space, as Llama 2's own code does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,23 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePi
 class SentencePieceTokenizer(BytesTokenizer):
     """See `server.tokenizers.base.Tokenizer`.
 
-    ``model`` is the serialized model; ``added`` are tokens beyond it. The model's own control pieces are special tokens too.
+    ``model`` is the serialized model; ``added`` are tokens beyond it. The model's own control pieces are special tokens
+    too.
     """
 
     decode_errors = BYTEWISE
 
-    def __init__(self, model: bytes, *, source: str, added: Iterable[SpecialToken], bos_token_id: int | None,
-                 eos_token_ids: Sequence[int], prefix: Sequence[int], chat_template: ChatTemplate | None):
+    def __init__(
+        self,
+        model: bytes,
+        *,
+        source: str,
+        added: Iterable[SpecialToken],
+        bos_token_id: int | None,
+        eos_token_ids: Sequence[int],
+        prefix: Sequence[int],
+        chat_template: ChatTemplate | None,
+    ):
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
             self.processor.LoadFromSerializedProto(model)

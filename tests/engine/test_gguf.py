@@ -61,8 +61,15 @@ GGUF_NAMES = {
 }
 
 
-def write(path: pathlib.Path, weights: dict[str, np.ndarray], *, kind: Type = Type.F32, architecture: str = "llama",
-          extra: dict[str, np.ndarray] | None = None, change=lambda writer: None) -> pathlib.Path:
+def write(
+    path: pathlib.Path,
+    weights: dict[str, np.ndarray],
+    *,
+    kind: Type = Type.F32,
+    architecture: str = "llama",
+    extra: dict[str, np.ndarray] | None = None,
+    change=lambda writer: None,
+) -> pathlib.Path:
     """A GGUF of these Hugging Face tensors; matrices stored as ``kind``, ``extra`` under its own names."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(1)
@@ -172,7 +179,12 @@ def test_llama3_scaling_is_recovered_from_its_factors(tmp_path):
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", hf_weights(), extra=extra))
     rope = load_config(checkpoint.hf_config).rope
     assert (rope.kind, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (
-        "llama3", factor, low, high, original)
+        "llama3",
+        factor,
+        low,
+        high,
+        original,
+    )
     assert "rope_freqs.weight" not in checkpoint.names()
 
 
@@ -197,11 +209,14 @@ def test_linear_scaling(tmp_path):
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
-@pytest.mark.parametrize("change, part", [
-    (lambda writer: writer.add_rope_dimension_count(4), "rope.dimension_count"),
-    (lambda writer: writer.add_expert_count(8), "experts"),
-    (lambda writer: writer.add_uint16("split.count", 2), "one of 2 parts"),
-])
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda writer: writer.add_rope_dimension_count(4), "rope.dimension_count"),
+        (lambda writer: writer.add_expert_count(8), "experts"),
+        (lambda writer: writer.add_uint16("split.count", 2), "one of 2 parts"),
+    ],
+)
 def test_what_is_not_served_is_refused(tmp_path, change, part):
     refuses(write(tmp_path / "m.gguf", hf_weights(), change=change), part)
 
@@ -216,8 +231,12 @@ def test_damaged_files(tmp_path):
     data = write(tmp_path / "m.gguf", hf_weights()).read_bytes()
     broken = tmp_path / "broken.gguf"
     for content, part in [
-        (data[:-100], "truncated: tensor"), (data[:200], "truncated or damaged"), (data[:6], "truncated or damaged"), (b"", "is empty"),
-        (b"GGML" + data[4:], "not a GGUF file"), (data[:4] + b"\x09\0\0\0" + data[8:], "version 9"),
+        (data[:-100], "truncated: tensor"),
+        (data[:200], "truncated or damaged"),
+        (data[:6], "truncated or damaged"),
+        (b"", "is empty"),
+        (b"GGML" + data[4:], "not a GGUF file"),
+        (data[:4] + b"\x09\0\0\0" + data[8:], "version 9"),
         (data[:24] + b"\xff" * 8 + data[32:], "truncated or damaged"),
     ]:
         broken.write_bytes(content)

@@ -1,4 +1,6 @@
-"""The loaded weights, fed to a decoder written in plain numpy here, give transformers' log-probs; broken checkpoints are named."""
+"""The loaded weights, fed to a decoder written in plain numpy here, give transformers' log-probs; broken checkpoints
+are named.
+"""
 
 import json
 import pathlib
@@ -22,10 +24,14 @@ GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 TINY = GOLDEN / "tiny_llama"
 
 
-def load(path: pathlib.Path, *, layers: str = "unrolled", dtype: str = "float32", tp: int = 1) -> tuple[ModelConfig, Weights]:
+def load(
+    path: pathlib.Path, *, layers: str = "unrolled", dtype: str = "float32", tp: int = 1
+) -> tuple[ModelConfig, Weights]:
     checkpoint = open_checkpoint(path)
     model = load_config(checkpoint.hf_config)
-    config = EngineConfig(slots=1, max_len=64, kv_pages=3, prefill_buckets=(16,), batch_sizes=(1,), layers=layers, dtype=dtype, tp=tp)
+    config = EngineConfig(
+        slots=1, max_len=64, kv_pages=3, prefill_buckets=(16,), batch_sizes=(1,), layers=layers, dtype=dtype, tp=tp
+    )
     return model, load_weights(checkpoint, model, abstract_weights(model, config, make_mesh(jax.devices()[:tp])))
 
 
@@ -146,17 +152,34 @@ NORM = "model.layers.2.input_layernorm.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("change, parts", [
-    (lambda config, tensors: tensors.pop(NORM), [NORM, "no tensor"]),
-    (lambda config, tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "no tensor"]),
-    (lambda config, tensors: tensors.update({UP: tensors[UP][:-1].copy()}), [UP, "[95, 64]", "[96, 64]", "model.safetensors"]),
-    (lambda config, tensors: config.update(vocab_size=321), ["model.embed_tokens.weight", "[320, 64]", "[321, 64]"]),
-    (lambda config, tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": np.ones(32, np.float32)}),
-     ["model.layers.0.self_attn.q_norm.weight", "no field"]),
-    (lambda config, tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[UP]}), ["model.layers.3.mlp.up_proj.weight"]),
-    (lambda config, tensors: tensors.update({UP: np.ones((96, 64), np.int8)}), [UP, "I8"]),
-    (lambda config, tensors: tensors.update({UP.replace("weight", "weight_scale"): np.ones(1, np.float32)}), ["weight_scale"]),
-])
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (lambda config, tensors: tensors.pop(NORM), [NORM, "no tensor"]),
+        (lambda config, tensors: tensors.pop("lm_head.weight"), ["lm_head.weight", "no tensor"]),
+        (
+            lambda config, tensors: tensors.update({UP: tensors[UP][:-1].copy()}),
+            [UP, "[95, 64]", "[96, 64]", "model.safetensors"],
+        ),
+        (
+            lambda config, tensors: config.update(vocab_size=321),
+            ["model.embed_tokens.weight", "[320, 64]", "[321, 64]"],
+        ),
+        (
+            lambda config, tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": np.ones(32, np.float32)}),
+            ["model.layers.0.self_attn.q_norm.weight", "no field"],
+        ),
+        (
+            lambda config, tensors: tensors.update({"model.layers.3.mlp.up_proj.weight": tensors[UP]}),
+            ["model.layers.3.mlp.up_proj.weight"],
+        ),
+        (lambda config, tensors: tensors.update({UP: np.ones((96, 64), np.int8)}), [UP, "I8"]),
+        (
+            lambda config, tensors: tensors.update({UP.replace("weight", "weight_scale"): np.ones(1, np.float32)}),
+            ["weight_scale"],
+        ),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, change, parts):
     changed(tmp_path, change)
     with pytest.raises(CheckpointError) as caught:

@@ -13,7 +13,9 @@ from engine.checkpoints import CheckpointError, open_checkpoint
 CONFIG = {"architectures": ["LlamaForCausalLM"]}
 
 
-def write(folder: pathlib.Path, shards: dict[str, dict[str, np.ndarray]], *, index: dict[str, str] | None = None) -> pathlib.Path:
+def write(
+    folder: pathlib.Path, shards: dict[str, dict[str, np.ndarray]], *, index: dict[str, str] | None = None
+) -> pathlib.Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     for name, tensors in shards.items():
         save_file(tensors, folder / name)
@@ -35,7 +37,9 @@ def raises(folder: pathlib.Path, *parts: str) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("shards, index", [({"model.safetensors": {"a": A, "b": B}}, None), (SHARDS, INDEX), (SHARDS, None)])
+@pytest.mark.parametrize(
+    "shards, index", [({"model.safetensors": {"a": A, "b": B}}, None), (SHARDS, INDEX), (SHARDS, None)]
+)
 def test_reads_one_file_or_shards(tmp_path, shards, index):
     checkpoint = open_checkpoint(write(tmp_path, shards, index=index))
     assert checkpoint.hf_config == CONFIG
@@ -69,7 +73,11 @@ def test_shard_without_a_promised_tensor(tmp_path):
 
 
 def test_index_that_points_to_another_shard(tmp_path):
-    write(tmp_path, SHARDS, index={**INDEX, "a": "model-00002-of-00002.safetensors", "x": "model-00001-of-00002.safetensors"})
+    write(
+        tmp_path,
+        SHARDS,
+        index={**INDEX, "a": "model-00002-of-00002.safetensors", "x": "model-00001-of-00002.safetensors"},
+    )
     raises(tmp_path, "tensor a", "it is in model-00001-of-00002.safetensors")
 
 
@@ -83,7 +91,9 @@ def test_tensor_in_two_shards(tmp_path):
     raises(tmp_path, "tensor a is in both", "x.safetensors", "y.safetensors")
 
 
-@pytest.mark.parametrize("keep, message", [(4, "no safetensors header"), (20, "its header takes"), (-1, "truncated: tensor")])
+@pytest.mark.parametrize(
+    "keep, message", [(4, "no safetensors header"), (20, "its header takes"), (-1, "truncated: tensor")]
+)
 def test_truncated_file(tmp_path, keep, message):
     file = write(tmp_path, {"model.safetensors": {"a": A}}) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -95,13 +105,16 @@ def header(tensors: dict, body: int) -> bytes:
     return len(data).to_bytes(8, "little") + data + bytes(body)
 
 
-@pytest.mark.parametrize("entry, message", [
-    ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "has 8 bytes where shape [3] of F32 needs 12"),
-    ({"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}, "dtype F31"),
-    ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "shape [-2]"),
-    ({"dtype": "F32", "shape": [2]}, "damaged"),
-    (7, "damaged"),
-])
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "has 8 bytes where shape [3] of F32 needs 12"),
+        ({"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}, "dtype F31"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "shape [-2]"),
+        ({"dtype": "F32", "shape": [2]}, "damaged"),
+        (7, "damaged"),
+    ],
+)
 def test_damaged_header(tmp_path, entry, message):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(header({"a": entry}, 8))

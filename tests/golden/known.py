@@ -1,12 +1,12 @@
 """A Llama checkpoint whose answers are known, for tests that need exact expected tokens and log-probs.
 
-With attention and MLP silenced (``o_proj = down_proj = 0``), ``embed_tokens = I`` and norm weights of 1, the final norm sees the one-hot
-vector of the last token and scales it by ``s = 1 / sqrt(1 / hidden + eps)``. An untied head ``lm_head[j, i] = log P(j | i) / s``
-then makes the next token's log-probabilities exactly ``log P(j | last token)``. A ``P`` with one successor per token scripts
-any text; a spread ``P`` gives log-probs that can be looked up.
+With attention and MLP silenced (``o_proj = down_proj = 0``), ``embed_tokens = I`` and norm weights of 1, the final norm
+sees the one-hot vector of the last token and scales it by ``s = 1 / sqrt(1 / hidden + eps)``. An untied head
+``lm_head[j, i] = log P(j | i) / s`` then makes the next token's log-probabilities exactly ``log P(j | last token)``. A
+``P`` with one successor per token scripts any text; a spread ``P`` gives log-probs that can be looked up.
 
-The tokenizer is byte-level, as `server.tokenizers.ByteTokenizer` has it, but comes as a tokenizer.json: ids 0-255 are bytes, 256
-BOS, 257 EOS, 258 EOT. The model's vocabulary is larger than that. Needs numpy and safetensors only.
+The tokenizer is byte-level, as `server.tokenizers.ByteTokenizer` has it, but comes as a tokenizer.json: ids 0-255 are
+bytes, 256 BOS, 257 EOS, 258 EOT. The model's vocabulary is larger than that. Needs numpy and safetensors only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def chain(successors: Mapping[int, int], *, vocab: int = VOCAB, otherwise: int =
 
 
 def script(prompt_end: int, answer: Sequence[int], *, vocab: int = VOCAB) -> np.ndarray:
-    """A ``P`` that answers a prompt ending in one token with ``answer``, then EOS. No token may occur twice on the way."""
+    """A ``P`` that answers a prompt ending in one token with ``answer``, then EOS. No token may occur twice on the
+    way.
+    """
     path = [prompt_end, *answer, EOS]
     if len(set(path)) != len(path):
         raise ValueError(f"a token occurs twice on the way, so that its successor is not defined: {path}")
@@ -48,8 +50,12 @@ def spread(seed: int, *, vocab: int = VOCAB, scale: float = 2.0) -> np.ndarray:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def make(directory: pathlib.Path, probabilities: np.ndarray, *, layers: int = 2, max_position: int = 512) -> pathlib.Path:
-    """Writes the checkpoint of ``P`` [vocab, vocab] (rows sum to 1) in Hugging Face's layout, float32; returns the directory."""
+def make(
+    directory: pathlib.Path, probabilities: np.ndarray, *, layers: int = 2, max_position: int = 512
+) -> pathlib.Path:
+    """Writes the checkpoint of ``P`` [vocab, vocab] (rows sum to 1) in Hugging Face's layout, float32; returns the
+    directory.
+    """
     vocab, hidden, ffn, heads, kv_heads, head_dim = len(probabilities), len(probabilities), 16, 2, 1, 8
     scale = 1.0 / np.sqrt(1.0 / hidden + EPS)
     zeros = np.zeros
@@ -94,8 +100,11 @@ def make(directory: pathlib.Path, probabilities: np.ndarray, *, layers: int = 2,
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     # The order of bytes in memory is what is written, so a transposed view must be copied first.
-    save_file({name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}, directory / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer(directory)
     return directory
@@ -108,8 +117,15 @@ def write_tokenizer(directory: pathlib.Path) -> None:
     tokenizer = {
         "version": "1.0",
         "added_tokens": [
-            {"id": id, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True}
+            {
+                "id": id,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
             for id, content in added.items()
         ],
         "normalizer": None,
@@ -143,7 +159,9 @@ def write_tokenizer(directory: pathlib.Path) -> None:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself where it is printable, else the next one from U+0100."""
+    """The character that stands for each byte in byte-level BPE: itself where it is printable, else the next one from
+    U+0100.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters, spare = [], 0x100
     for byte in range(256):

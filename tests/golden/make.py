@@ -3,9 +3,10 @@
     python -m venv golden && golden/bin/pip install torch transformers gguf numpy safetensors
     golden/bin/python tests/golden/make.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-What it writes: ``tiny_llama/`` (a random Llama, its log-probs at each position of some prompts, and greedy continuations
-without near ties, both in float64), ``smollm2.json`` (greedy continuations by transformers of the same GGUF in float32),
-``smollm2_tokenizer.json`` (ids and chat renderings), ``versions.json``. It also checks that `known.make` does what it says.
+What it writes: ``tiny_llama/`` (a random Llama, its log-probs at each position of some prompts, and greedy
+continuations without near ties, both in float64), ``smollm2.json`` (greedy continuations by transformers of the same
+GGUF in float32), ``smollm2_tokenizer.json`` (ids and chat renderings), ``versions.json``. It also checks that
+`known.make` does what it says.
 """
 
 from __future__ import annotations
@@ -61,8 +62,17 @@ def tiny_config() -> transformers.LlamaConfig:
 def make_tiny() -> None:
     torch.manual_seed(20)
     model = transformers.LlamaForCausalLM(tiny_config()).eval()
-    scales = {"embed_tokens": 1.0, "lm_head": 0.25, "q_proj": 0.18, "k_proj": 0.18, "v_proj": 0.15, "o_proj": 0.15,
-              "gate_proj": 0.15, "up_proj": 0.15, "down_proj": 0.15}
+    scales = {
+        "embed_tokens": 1.0,
+        "lm_head": 0.25,
+        "q_proj": 0.18,
+        "k_proj": 0.18,
+        "v_proj": 0.15,
+        "o_proj": 0.15,
+        "gate_proj": 0.15,
+        "up_proj": 0.15,
+        "down_proj": 0.15,
+    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module = name.split(".")[-2]
@@ -73,15 +83,21 @@ def make_tiny() -> None:
             parameter.copy_(parameter.to(torch.bfloat16).float())  # so that bfloat16 files hold exactly this model
     model.to(torch.bfloat16).save_pretrained(TINY)
     (TINY / "model.safetensors").chmod(0o644)
-    rounded = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32, attn_implementation="eager").eval()
-    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64, attn_implementation="eager").eval()
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        TINY, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        TINY, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     known.write_tokenizer(TINY)
 
     arrays: dict[str, np.ndarray] = {}
     random = np.random.default_rng(0)
     for index, length in enumerate((1, 7, 33, 70)):
         while True:
-            prompt = [known.BOS, *random.integers(0, 320, length - 1).tolist()] if index else [int(random.integers(0, 256))]
+            prompt = (
+                [known.BOS, *random.integers(0, 320, length - 1).tolist()] if index else [int(random.integers(0, 256))]
+            )
             tokens, steps = greedy(model, prompt, STEPS)
             gaps = np.sort(steps, axis=1)[:, -1] - np.sort(steps, axis=1)[:, -2]
             if gaps.min() > GAP and not {known.EOS, known.EOT} & set(tokens):
@@ -93,7 +109,9 @@ def make_tiny() -> None:
         arrays[f"greedy_top_{index}"] = top.astype(np.int32)  # [64, 20]
         arrays[f"greedy_top_logprobs_{index}"] = np.take_along_axis(steps, top, 1).astype(np.float32)  # [64, 20]
         error = np.abs(log_probs(rounded, prompt + tokens) - log_probs(model, prompt + tokens)).max()
-        print("tiny", index, length, "smallest gap", gaps.min(), "distinct", len(set(tokens)), "float32 differs by", error)
+        print(
+            "tiny", index, length, "smallest gap", gaps.min(), "distinct", len(set(tokens)), "float32 differs by", error
+        )
     np.savez_compressed(TINY / "golden.npz", **arrays)
 
 
@@ -119,31 +137,88 @@ def greedy(model: torch.nn.Module, prompt: list[int], steps: int) -> tuple[list[
 
 
 def smollm2_tokenizer(path: pathlib.Path) -> transformers.PreTrainedTokenizerBase:
-    """The GGUF's tokenizer. transformers takes GPT-2's word splitting where the file names SmolLM's, so that of the published
-    tokenizer.json is put in: each digit alone, then GPT-2's."""
+    """The GGUF's tokenizer. transformers takes GPT-2's word splitting where the file names SmolLM's, so that of the
+    published tokenizer.json is put in: each digit alone, then GPT-2's.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     return tokenizer
 
 
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "Write a Python function that adds two numbers."}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
-     {"role": "user", "content": "Name 3 primes."}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Name 3 primes."},
+    ],
 ]
 
 TEXTS = [
-    "", " ", "  ", "a", " a", "  a", "\n", "\n\n\n a \t b\r\n", "Hello, world!", "hello   world", "I'm you're we'LL DON'T",
-    "3.14159 1234567890 ½ Ⅷ ² ٣٤٥ १२३ 𝟘𝟙", "x=1;y+=22//3", "snake_case camelCase kebab-case", "    def f(x):\n\treturn x**2\n",
-    "Ünïcödé naïve café é", "Привет, мир", "你好,世界。", "こんにちは カタカナ ﾊﾝｶｸ", "안녕하세요", "مرحبا بالعالم", "שלום עולם",
-    "नमस्ते दुनिया", "สวัสดีชาวโลก", "Γειά σου Κόσμε", "გამარჯობა", "Բարև", "ሰላም", "𐍈𐌰𐌽", "𓀀𓂀", "👋🌍", "👩‍👩‍👧‍👦 👨🏽‍🚀 🏳️‍🌈 🇩🇪",
-    "\u0000\u0001\u0007\u001b[31m\u007f", "\u200b\u200e\ufeff\u00a0\u2028\u3000", "e\u0301 vs \u00e9", "\ufffd\uffff\U0010ffff",
-    "$€£¥ © ™ ← ∑∫√ ≠", "…—–“”‘’«»", "https://example.com/a?b=c&d=%20", "<html><!-- x --></html>", '{"a": [1, 2.5e-3, null]}',
-    "a" * 100, "ab " * 50, " " * 33 + "x", "Z̴̡͌a̶l̷g̵o̶", "<|im_end|", "|im_end|>", "<| im_end |>", "<repo", "<jupyter_",
+    "",
+    " ",
+    "  ",
+    "a",
+    " a",
+    "  a",
+    "\n",
+    "\n\n\n a \t b\r\n",
+    "Hello, world!",
+    "hello   world",
+    "I'm you're we'LL DON'T",
+    "3.14159 1234567890 ½ Ⅷ ² ٣٤٥ १२३ 𝟘𝟙",
+    "x=1;y+=22//3",
+    "snake_case camelCase kebab-case",
+    "    def f(x):\n\treturn x**2\n",
+    "Ünïcödé naïve café é",
+    "Привет, мир",
+    "你好,世界。",
+    "こんにちは カタカナ ﾊﾝｶｸ",
+    "안녕하세요",
+    "مرحبا بالعالم",
+    "שלום עולם",
+    "नमस्ते दुनिया",
+    "สวัสดีชาวโลก",
+    "Γειά σου Κόσμε",
+    "გამარჯობა",
+    "Բարև",
+    "ሰላም",
+    "𐍈𐌰𐌽",
+    "𓀀𓂀",
+    "👋🌍",
+    "👩‍👩‍👧‍👦 👨🏽‍🚀 🏳️‍🌈 🇩🇪",
+    "\u0000\u0001\u0007\u001b[31m\u007f",
+    "\u200b\u200e\ufeff\u00a0\u2028\u3000",
+    "e\u0301 vs \u00e9",
+    "\ufffd\uffff\U0010ffff",
+    "$€£¥ © ™ ← ∑∫√ ≠",
+    "…—–“”‘’«»",
+    "https://example.com/a?b=c&d=%20",
+    "<html><!-- x --></html>",
+    '{"a": [1, 2.5e-3, null]}',
+    "a" * 100,
+    "ab " * 50,
+    " " * 33 + "x",
+    "Z̴̡͌a̶l̷g̵o̶",
+    "<|im_end|",
+    "|im_end|>",
+    "<| im_end |>",
+    "<repo",
+    "<jupyter_",
 ]
-SPECIAL_TEXTS = ["<|im_end|>", "a<|im_start|>b", "<|im_start|>user\nhi<|im_end|>\n", "<|endoftext|> x <repo_name>", "  <file_sep>  1"]
+SPECIAL_TEXTS = [
+    "<|im_end|>",
+    "a<|im_start|>b",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "<|endoftext|> x <repo_name>",
+    "  <file_sep>  1",
+]
 
 
 def make_smollm2(path: pathlib.Path) -> None:
@@ -158,15 +233,20 @@ def make_smollm2(path: pathlib.Path) -> None:
         ids = [id for id in random.integers(0, 49152 if len(decoded) % 2 else 400, 12).tolist()]
         decoded.append({"ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=True)})
     chats = [
-        {"messages": messages, "add_generation_prompt": generation,
-         "text": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation),
-         "ids": tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=False)}
+        {
+            "messages": messages,
+            "add_generation_prompt": generation,
+            "text": tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation),
+            "ids": tokenizer.apply_chat_template(messages, add_generation_prompt=generation, return_dict=False),
+        }
         for messages in CHATS
         for generation in (True, False)
     ]
     dump("smollm2_tokenizer.json", {"plain": cases, "special": special, "decoded": decoded, "chats": chats})
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     prompts = {
         "languages": tokenizer.encode("What are the top 5 programming languages", add_special_tokens=False),
         "chat": chats[0]["ids"],
@@ -211,14 +291,22 @@ def dump(name: str, value: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gguf", type=pathlib.Path, help="the default model's file; without it, only the tiny Llama is made")
+    parser.add_argument(
+        "--gguf", type=pathlib.Path, help="the default model's file; without it, only the tiny Llama is made"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     check_known()
     make_tiny()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf)
-    modules = {"torch": torch, "transformers": transformers, "tokenizers": tokenizers, "safetensors": safetensors, "numpy": np}
+    modules = {
+        "torch": torch,
+        "transformers": transformers,
+        "tokenizers": tokenizers,
+        "safetensors": safetensors,
+        "numpy": np,
+    }
     versions = {name: module.__version__ for name, module in modules.items()}
     dump("versions.json", {"python": platform.python_version(), "gguf": importlib.metadata.version("gguf"), **versions})
 

@@ -40,7 +40,8 @@ def test_tojson_is_plain_json():
 
 def test_loop_controls_namespace_and_generation_blocks():
     template = ChatTemplate(
-        "{% set ns = namespace(n=0) %}{% for i in range(9) %}{% if i == 4 %}{% break %}{% endif %}{% set ns.n = ns.n + i %}{% endfor %}"
+        "{% set ns = namespace(n=0) %}{% for i in range(9) %}"
+        "{% if i == 4 %}{% break %}{% endif %}{% set ns.n = ns.n + i %}{% endfor %}"
         "{{ ns.n }}{% generation %}[{{ messages[0].content }}]{% endgeneration %}"
     )
     assert template.render(USER) == "6[hi]"
@@ -58,18 +59,28 @@ def test_raise_exception_is_the_clients_error():
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ messages[5].role }}", "{{ 1 / 0 }}", "{{ none.x.y }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content + 1 }}", "{{ messages[5].role }}", "{{ 1 / 0 }}", "{{ none.x.y }}"]
+)
 def test_failures_of_templates_are_the_clients_error(source):
     with pytest.raises(InvalidRequest) as caught:
         ChatTemplate(source).render(USER)
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", [
-    "{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{{ messages.append(1) }}",
-    "{{ raise_exception.__globals__ }}", "{{ strftime_now.__globals__['json'] }}", "{{ '{0.__class__}'.format(messages) }}",
-    "{{ messages[0].update({'role': 'system'}) }}", "{% for i in range(10 ** 9) %}{% endfor %}",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+    ],
+)
 def test_the_sandbox_holds(source):
     try:
         text = ChatTemplate(source).render(USER)
@@ -97,11 +108,22 @@ def test_invalid_jinja_fails_the_start():
 
 
 def test_control_tokens_of_users_are_marked_and_those_of_the_template_are_not():
-    template = ChatTemplate("<|a|>{{ messages[0].role }}{{ messages[0].content }}<|a|>", control_spellings=["<|a|>", "<|a|>b"])
+    template = ChatTemplate(
+        "<|a|>{{ messages[0].role }}{{ messages[0].content }}<|a|>", control_spellings=["<|a|>", "<|a|>b"]
+    )
     content = "x<|a|>b<|a|>\ufdd0y"
     rendered = template.render([{"role": "<|a|>", "content": content}])
     assert rendered.startswith("<|a|>") and rendered.endswith("<|a|>") and rendered.count("<|a|>") == 2
     assert unmark(rendered) == f"<|a|><|a|>{content}<|a|>"
+
+
+def test_control_tokens_in_other_variables_are_marked_too():
+    template = ChatTemplate(
+        "{{ date }}{{ tools[0].name }}{{ bos_token }}",
+        special_tokens={"bos_token": "<|a|>"},
+        control_spellings=["<|a|>"],
+    )
+    assert template.render(USER, date="<|a|>", tools=[{"name": "<|a|>"}]) == "<\ufdd0|a|><\ufdd0|a|><|a|>"
 
 
 @pytest.mark.parametrize("text", ["", "plain", "\ufdd0", "<\ufdd0|a|>", "\ufdd0\ufdd0\ufdd0", "<<|a|>\ufdd0"])

