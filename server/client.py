@@ -22,12 +22,12 @@ import grpc
 
 from protos import orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
-from server import errors
+from server import errors, wire
 
-MESSAGE_LIMIT = 64 * 2**20  # bytes; the server's own
-ACCEPTED = "preheat-accepted"  # initial metadata of a request that was queued
 _OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT), ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.max_receive_message_length", wire.MESSAGE_LIMIT), ("grpc.max_send_message_length", wire.MESSAGE_LIMIT),
+    ("grpc.keepalive_time_ms", wire.KEEPALIVE_SECONDS * 1000), ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is for the web
     # A server that starts is reached soon after it listens, not after a backoff of minutes.
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
 ]
@@ -82,7 +82,7 @@ def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
     code, message = error.code(), error.details() or error.code().name  # type: ignore[attr-defined]
     metadata = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
     try:
-        detail = json.loads(metadata.get("preheat-error", "{}"))
+        detail = json.loads(metadata.get(wire.ERROR, "{}"))
     except ValueError:
         detail = {}
     kind = _CODES.get(detail.get("code")) or _TYPES.get(code, errors.InternalError)
@@ -232,7 +232,7 @@ class AsyncClient:
         call = self.orchestrator.Decode(
             request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
         try:
-            if ACCEPTED not in dict(await call.initial_metadata()):
+            if wire.ACCEPTED not in dict(await call.initial_metadata()):
                 async for _ in call:  # raises what the call ended with
                     pass
                 raise errors.InternalError("the server ended the request without accepting or refusing it")

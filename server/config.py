@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import ssl
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -168,6 +169,14 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
     if (cert is None) != (key is None):
         given, missing = ("--tls-cert", "--tls-key") if cert else ("--tls-key", "--tls-cert")
         raise StartError(f"{given} is given without {missing}: TLS needs both")
+    if cert is not None:
+        try:
+            # An encrypted key would be asked for on the terminal without the password.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise StartError(
+                f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}; give a certificate chain and its "
+                "unencrypted private key, both PEM") from None
 
 
 def _last_part(model: str) -> str:

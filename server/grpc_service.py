@@ -46,11 +46,9 @@ from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_LIMIT = 64 * 2**20  # bytes, in both directions
 STOP_GRACE = 1.0  # seconds that running calls get when the server is stopped
 PROOF_METADATA = "preheat-proof"
 RETRY_STARTING = 5.0  # seconds after which a client may try again, while the server starts
-ACCEPTED = "preheat-accepted"  # initial metadata of a Decode call that was queued
 DECODE = orchestrator_pb2.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 PREHEAT = preheat_pb2.DESCRIPTOR.services_by_name["Preheat"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -128,6 +126,7 @@ class GrpcServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping: asyncio.Event | None = None
+        self._grace = STOP_GRACE
 
     @property
     def state(self) -> str:
@@ -201,8 +200,9 @@ class GrpcServer:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         options = [
-            ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-            ("grpc.max_send_message_length", MESSAGE_LIMIT),
+            ("grpc.max_receive_message_length", wire.MESSAGE_LIMIT),
+            ("grpc.max_send_message_length", wire.MESSAGE_LIMIT),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", wire.KEEPALIVE_SECONDS * 500),
             ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a partner
         ]
         server = grpc.aio.server(interceptors=[_ApiKeys(self._api_keys)], options=options)
@@ -226,8 +226,6 @@ class GrpcServer:
         started.set_result(None)
         await self._stopping.wait()
         await server.stop(self._grace)
-
-    _grace = STOP_GRACE
 
 
 class _ApiKeys(grpc.aio.ServerInterceptor):
@@ -272,7 +270,7 @@ async def abort(context: grpc.aio.ServicerContext, error: ServerError) -> None:
     """Ends a call with an error of ours. Does not return."""
     detail = {"type": error.type, "code": error.code, "param": error.param, "retry_after": error.retry_after}
     # HTTP/2 headers are small: a message is cut rather than lost.
-    await context.abort(error.grpc_code, error.message[:1500], trailing_metadata=(("preheat-error", json.dumps(detail)),))
+    await context.abort(error.grpc_code, error.message[:1500], trailing_metadata=((wire.ERROR, json.dumps(detail)),))
 
 
 class _Door:
@@ -311,7 +309,7 @@ class _Orchestrator(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             proof = self._is_proof(context)
             sink, writer, wire_prompt, built, model = await self._prepare(request, context, proof)
             ticket = model.orchestrator.submit(built, sink, proof=proof)
-            await context.send_initial_metadata(((ACCEPTED, "1"),))
+            await context.send_initial_metadata(((wire.ACCEPTED, "1"),))
             echoed = wire_prompt is None  # nothing to bring back
             while True:
                 await sink.ready()

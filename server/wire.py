@@ -1,4 +1,7 @@
-"""The fields of a request as a ``DecodeRequest``, there and back. No model and no engine is needed, so the proxy uses it too."""
+"""What both ends of the gRPC connection agree on beside the protos, and a request's fields as a ``DecodeRequest``, there and back.
+
+No model and no engine is needed, so that the proxy uses it too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,11 @@ from typing import Any
 from protos import orchestrator_pb2
 from server import fields
 from server.fields import RequestFields
+
+MESSAGE_LIMIT = 64 * 2**20  # bytes of one message, in both directions
+ACCEPTED = "preheat-accepted"  # initial metadata of a Decode call that was checked and queued
+ERROR = "preheat-error"  # trailing metadata of a failed call: a JSON object of type, code, param and retry_after
+KEEPALIVE_SECONDS = 60  # of silence, after which a client asks whether the server is still there
 
 
 def fields_from_proto(request: orchestrator_pb2.DecodeRequest) -> RequestFields:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -142,10 +142,8 @@ async def read_json(request: Request) -> Json:
             body += part
             if len(body) > BODY_LIMIT:
                 raise TooLarge(f"the body is over the limit of {BODY_LIMIT} bytes")
-    except Exception as error:
-        if type(error).__name__ == "ClientDisconnect":
-            raise Cancelled("the client left") from None
-        raise
+    except ClientDisconnect:
+        raise Cancelled("the client left") from None
     return parse_json(bytes(body))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -18,10 +19,11 @@ from engine.mock import Table
 from protos import orchestrator_pb2_grpc, preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest, HealthCheckRequest
 from server import errors
-from server.client import Client, decode_request
+from server.client import AsyncClient, Client, decode_request
 from server.errors import StartError
 from server.grpc_service import GrpcServer
 from server.metrics import Metrics
+from server.wire import MESSAGE_LIMIT
 
 TIMEOUT = 20.0
 BOS = 256
@@ -140,6 +142,36 @@ def test_messages_over_the_transports_default_limit(client):
     with pytest.raises(errors.InvalidRequest) as caught:
         client.generate("x" * 5_000_000)  # the default limit is 4 MiB
     assert "5000000 characters" in caught.value.message
+
+
+def test_a_message_over_our_limit(client):
+    with pytest.raises(errors.TooLarge):
+        client.generate("x" * (MESSAGE_LIMIT + 1))
+
+
+def test_a_fault_of_ours_is_internal_and_says_nothing(doors, client, monkeypatch, caplog):
+    def broken(*arguments, **keywords):
+        raise ZeroDivisionError("a secret of the inside")
+
+    monkeypatch.setattr(doors.orchestrator, "submit", broken)
+    with pytest.raises(errors.InternalError) as caught:
+        client.generate("a")
+    assert "secret" not in caught.value.message
+    assert "a secret of the inside" in caplog.text  # for us
+
+
+def test_async_client(doors):
+    async def talk():
+        async with AsyncClient(doors.grpc.address, timeout=TIMEOUT) as client:
+            whole, pieces = await asyncio.gather(client.generate("a", max_tokens=3), collect(client.stream("x", max_tokens=2)))
+            with pytest.raises(errors.InvalidRequest):
+                await client.generate("a", max_tokens=1000)
+            return whole.text, "".join(piece.text for piece in pieces)
+
+    async def collect(stream):
+        return [piece async for piece in stream]
+
+    assert asyncio.run(talk()) == ("bcd", "yz")
 
 
 def test_tokenizer_and_chat_methods(client):

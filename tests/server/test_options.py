@@ -101,6 +101,14 @@ def test_keys_are_not_shown():
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_certificate_is_tried_at_once():
+    tls = Path(__file__).with_name("tls")
+    load_serve_config({"tls_cert": str(tls / "test_cert.pem"), "tls_key": str(tls / "test_key.pem")}, {})
+    with pytest.raises(StartError) as caught:
+        load_serve_config({"tls_cert": __file__, "tls_key": str(tls / "test_key.pem")}, {})
+    assert __file__ in str(caught.value) and "PEM" in str(caught.value)
+
+
 def test_ports_may_be_equal_where_they_are_not_used():
     load_serve_config({"http_port": "9000", "no_http": "true"}, {})
     load_serve_config({"http_port": "0", "grpc_port": "0"}, {})
