@@ -101,7 +101,9 @@ class Upstreams:
         for upstream in self.by_preference():
             upstream.calls += 1
             try:
-                return upstream, await upstream.client.start(request, metadata=metadata)
+                call = await upstream.client.start(request, metadata=metadata)
+                upstream.state = "ready"
+                return upstream, call
             except (Unavailable, QueueFull) as error:
                 upstream.calls -= 1
                 refusal = refusal or error
