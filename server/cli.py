@@ -1,7 +1,7 @@
 """The command ``preheat``: what the arguments mean, and who does the work.
 
-Each command is parsed here and handed to one function. Imports are made when they are needed, so that ``--help`` and ``preheat
-proxy`` load neither JAX nor a model.
+Each command is parsed here and handed to one function. Imports are made when they are needed, so that ``--help`` and
+``preheat proxy`` load neither JAX nor a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from server import fields, options
 from server.config import ProxyConfig, ServeConfig, load_proxy_config, load_serve_config
@@ -46,22 +45,32 @@ class GenerateOptions:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="preheat", description="Serve large language models on JAX, without anybody waiting for a compile.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        prog="preheat",
+        description="Serve large language models on JAX, without anybody waiting for a compile.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"preheat {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, summary: str, config: type | None) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False)
+        made = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False
+        )
         if config is not None:
             options.add_arguments(made, config)
         return made
 
     command("serve", "serve a model over HTTP and gRPC", ServeConfig)
     build = command("build", "compile every program of a configuration into the warmup cache and exit", ServeConfig)
-    plan = command("plan", "print the table of programs, shapes and memory, and whether it fits; start nothing", ServeConfig)
+    plan = command(
+        "plan", "print the table of programs, shapes and memory, and whether it fits; start nothing", ServeConfig
+    )
     for made in (build, plan):
-        made.add_argument("--target", metavar="SLICE", help="a TPU slice, such as v5e-4 or v5p-8, instead of this machine's device")
+        made.add_argument(
+            "--target", metavar="SLICE", help="a TPU slice, such as v5e-4 or v5p-8, instead of this machine's device"
+        )
     generate = command("generate", "generate offline, through the same engine", ServeConfig)
     _add_generate_arguments(generate)
     proxy = command("proxy", "the HTTP proxy alone, in front of one or more gRPC orchestrators", ProxyConfig)
@@ -73,22 +82,45 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 SAMPLING_FLAGS = {  # flag -> how its text is read; ranges are checked by server/fields.py
-    "max_tokens": int, "n": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
-    "min_tokens": int, "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
+    "max_tokens": int,
+    "n": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    "min_tokens": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "repetition_penalty": float,
 }
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and sampling")
-    group.add_argument("prompts", nargs="*", metavar="PROMPT", help="without any: one from --file, or from standard input")
+    group.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="without any: one from --file, or from standard input"
+    )
     group.add_argument("--file", metavar="FILE", help="one prompt per line")
     group.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
     for name, read in SAMPLING_FLAGS.items():
-        group.add_argument(options.flag_name(name), dest=f"sampling_{name}", type=read, metavar="N" if read is int else "X",
-                           help="as in the HTTP API" + (" (default: what fits)" if name == "max_tokens" else ""))
-    group.add_argument("--stop", dest="sampling_stop", action="append", metavar="TEXT", help="end before this text; repeatable")
-    group.add_argument("--ignore-eos", dest="sampling_ignore_eos", action="store_true", default=None,
-                       help="do not end at the model's EOS")
+        group.add_argument(
+            options.flag_name(name),
+            dest=f"sampling_{name}",
+            type=read,
+            metavar="N" if read is int else "X",
+            help="as in the HTTP API" + (" (default: what fits)" if name == "max_tokens" else ""),
+        )
+    group.add_argument(
+        "--stop", dest="sampling_stop", action="append", metavar="TEXT", help="end before this text; repeatable"
+    )
+    group.add_argument(
+        "--ignore-eos",
+        dest="sampling_ignore_eos",
+        action="store_true",
+        default=None,
+        help="do not end at the model's EOS",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,12 +169,15 @@ def _proxy(config: ProxyConfig, listen_fd: int | None, lifeline_fd: int | None) 
         return run(config, socket.socket(fileno=listen_fd), lifeline_fd)
     listening = process.bind(config.host, config.http_port)
     logging.getLogger("preheat").info(
-        "serving HTTP on %s for %s", process.url(config, listening.getsockname()[1]), ", ".join(config.upstream))
+        "serving HTTP on %s for %s", process.url(config, listening.getsockname()[1]), ", ".join(config.upstream)
+    )
     return run(config, listening)
 
 
 def _generate_options(parsed: argparse.Namespace) -> GenerateOptions:
-    sampling = {name.removeprefix("sampling_"): value for name, value in vars(parsed).items() if name.startswith("sampling_")}
+    sampling = {
+        name.removeprefix("sampling_"): value for name, value in vars(parsed).items() if name.startswith("sampling_")
+    }
     try:
         checked = fields.parse({**sampling, "prompt": ""}, fields.COMPLETIONS)
     except InvalidRequest as error:

@@ -5,8 +5,8 @@
 ...     for piece in client.stream("Once upon a time", max_tokens=64, temperature=0.8, seed=1):
 ...         print(piece.text, end="")
 
-Options are the sampling fields of the HTTP API, by the same names (``server/fields.py``). Failures are raised as the types of
-`server.errors`, whatever they were on the wire.
+Options are the sampling fields of the HTTP API, by the same names (``server/fields.py``). Failures are raised as the
+types of `server.errors`, whatever they were on the wire.
 """
 
 from __future__ import annotations
@@ -25,16 +25,29 @@ from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server import errors, wire
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", wire.MESSAGE_LIMIT), ("grpc.max_send_message_length", wire.MESSAGE_LIMIT),
-    ("grpc.keepalive_time_ms", wire.KEEPALIVE_SECONDS * 1000), ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.max_receive_message_length", wire.MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", wire.MESSAGE_LIMIT),
+    ("grpc.keepalive_time_ms", wire.KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.enable_http_proxy", 0),  # a proxy in the environment is for the web
     # A server that starts is reached soon after it listens, not after a backoff of minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _TYPES = {
-    error.grpc_code: error for error in (
-        errors.InternalError, errors.InvalidRequest, errors.Unauthenticated, errors.NotFound, errors.MethodNotAllowed,
-        errors.TooLarge, errors.Cancelled, errors.Unavailable, errors.TimedOut)}
+    error.grpc_code: error
+    for error in (
+        errors.InternalError,
+        errors.InvalidRequest,
+        errors.Unauthenticated,
+        errors.NotFound,
+        errors.MethodNotAllowed,
+        errors.TooLarge,
+        errors.Cancelled,
+        errors.Unavailable,
+        errors.TimedOut,
+    )
+}
 _CODES = {error.code: error for error in (errors.QueueFull, errors.ModelNotFound, errors.TooLarge)}
 
 
@@ -102,7 +115,9 @@ def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 def _piece(message: DecodeResponse) -> Piece:
     sample = message.stream_content.samples[0]
-    return Piece(sample.text, tuple(sample.token_ids), sample.finish_reason if sample.HasField("finish_reason") else None)
+    return Piece(
+        sample.text, tuple(sample.token_ids), sample.finish_reason if sample.HasField("finish_reason") else None
+    )
 
 
 class _Collector:
@@ -122,18 +137,30 @@ class _Collector:
             text="".join(piece.text for piece in self._pieces),
             token_ids=tuple(token for piece in self._pieces for token in piece.token_ids),
             finish_reason=next((piece.finish_reason for piece in self._pieces if piece.finish_reason), ""),
-            prompt_tokens=self._usage.prompt_tokens, completion_tokens=self._usage.completion_tokens,
-            cached_tokens=self._usage.cached_tokens)
+            prompt_tokens=self._usage.prompt_tokens,
+            completion_tokens=self._usage.completion_tokens,
+            cached_tokens=self._usage.cached_tokens,
+        )
 
 
 class Client:
     """Synchronous. ``address`` is ``host:port``; ``ca`` holds the certificates (PEM) that verify the server's TLS."""
 
-    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None,
-                 metadata: Sequence[tuple[str, str]] = ()):
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        ca: Path | None = None,
+        timeout: float | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ):
         credentials = _credentials(ca)
-        self.channel = (grpc.insecure_channel(address, _OPTIONS) if credentials is None
-                        else grpc.secure_channel(address, credentials, _OPTIONS))
+        self.channel = (
+            grpc.insecure_channel(address, _OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, _OPTIONS)
+        )
         self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
         self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
         self._metadata = (*_metadata(api_key), *metadata)
@@ -208,11 +235,16 @@ class DecodeCall:
 class AsyncClient:
     """Asynchronous; made and used in one event loop. Arguments as `Client`."""
 
-    def __init__(self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None):
+    def __init__(
+        self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None
+    ):
         credentials = _credentials(ca)
         self.address = address
-        self.channel = (grpc.aio.insecure_channel(address, _OPTIONS) if credentials is None
-                        else grpc.aio.secure_channel(address, credentials, _OPTIONS))
+        self.channel = (
+            grpc.aio.insecure_channel(address, _OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, _OPTIONS)
+        )
         self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
         self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
         self._metadata = _metadata(api_key)
@@ -228,9 +260,11 @@ class AsyncClient:
         await self.channel.close()
 
     async def start(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None) -> DecodeCall:
-        """Sends a request and waits until it is queued; raises what it is refused with. The call must be read or cancelled."""
+        """Sends a request and waits until it is queued; raises what it is refused with. The call must be read or
+        cancelled."""
         call = self.orchestrator.Decode(
-            request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
+            request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata)
+        )
         try:
             if wire.ACCEPTED not in dict(await call.initial_metadata()):
                 async for _ in call:  # raises what the call ended with
@@ -264,11 +298,20 @@ class AsyncClient:
             collector.add(message)
         return collector.completion()
 
-    async def call(self, method: str, request: Any, *, timeout: float | None = None,
-                   metadata: Sequence[tuple[str, str]] | None = None) -> Any:
+    async def call(
+        self,
+        method: str,
+        request: Any,
+        *,
+        timeout: float | None = None,
+        metadata: Sequence[tuple[str, str]] | None = None,
+    ) -> Any:
         """A method of the ``preheat.v1.Preheat`` service."""
         try:
             return await getattr(self.preheat, method)(
-                request, timeout=timeout or self._timeout, metadata=self._metadata if metadata is None else tuple(metadata))
+                request,
+                timeout=timeout or self._timeout,
+                metadata=self._metadata if metadata is None else tuple(metadata),
+            )
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None

@@ -1,8 +1,8 @@
 """The options of the commands, and the numbers that follow from them and the model.
 
-`ServeConfig` and `ProxyConfig` are what a user wrote, validated (see ``server/options.py`` for where values come from). What an
-option that was left out means can depend on the model or on other options; the ``resolve_*`` functions say how. They are pure,
-so a restart resolves to the same numbers, and with them to the same programs.
+`ServeConfig` and `ProxyConfig` are what a user wrote, validated (see ``server/options.py`` for where values come from).
+What an option that was left out means can depend on the model or on other options; the ``resolve_*`` functions say how.
+They are pure, so a restart resolves to the same numbers, and with them to the same programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ QUEUE_PER_SLOT = 4
 
 
 def default_cache() -> Path:
-    """Where compiled programs are kept unless ``--warmup-cache`` says otherwise: ``preheat`` in the user's cache folder."""
+    """Where compiled programs are kept unless ``--warmup-cache`` says otherwise: ``preheat`` in the user's cache
+    folder."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -53,64 +54,121 @@ def _address(value: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Options of ``preheat serve`` (and ``build``, ``plan``, ``generate``). `None` where the default has to be resolved."""
+    """Options of ``preheat serve`` (and ``build``, ``plan``, ``generate``). `None` where the default has to be
+    resolved."""
 
     model: str = option(
-        "smollm2-135m-instruct", options.text,
-        "a directory with config.json, *.safetensors and tokenizer; a .gguf file; a Hugging Face id; or a built-in name")
+        "smollm2-135m-instruct",
+        options.text,
+        "a directory with config.json, *.safetensors and tokenizer; a .gguf file; a Hugging Face id; or a built-in "
+        "name",
+    )
     served_model_name: str = option(
-        "", options.text, "name in /v1/models and accepted in requests", shown="last part of --model", metavar="NAME")
+        "", options.text, "name in /v1/models and accepted in requests", shown="last part of --model", metavar="NAME"
+    )
     host: str = option("127.0.0.1", options.text, "address to which both ports are bound")
     http_port: int = option(8000, options.port, "HTTP port; 0 picks a free one", metavar="PORT")
     grpc_port: int = option(9000, options.port, "gRPC port; 0 picks a free one", metavar="PORT")
     no_http: bool = option(False, options.boolean, "serve gRPC only")
     warmup: Literal["manual", "aot", "none"] = option(
-        "manual", options.choice("manual", "aot", "none"),
-        "how programs are made ready: manual runs each of them once, aot loads or compiles executables, none compiles on "
-        "first use", metavar="MODE")
+        "manual",
+        options.choice("manual", "aot", "none"),
+        "how programs are made ready: manual runs each of them once, aot loads or compiles executables, none compiles "
+        "on first use",
+        metavar="MODE",
+    )
     warmup_cache: Path | None = option(
-        default_cache(), _cache, "folder of compiled programs, or off", metavar="DIR",
-        shown="preheat in the user's cache folder")
+        default_cache(),
+        _cache,
+        "folder of compiled programs, or off",
+        metavar="DIR",
+        shown="preheat in the user's cache folder",
+    )
     slots: int = option(8, options.integer(1, 4096), "sequences decoded at once", metavar="N")
     max_len: int | None = option(
-        None, options.integer(1), "prompt and generated tokens of one sequence", metavar="N",
-        shown=f"the model's, at most {DEFAULT_MAX_LEN}")
+        None,
+        options.integer(1),
+        "prompt and generated tokens of one sequence",
+        metavar="N",
+        shown=f"the model's, at most {DEFAULT_MAX_LEN}",
+    )
     prefill_buckets: tuple[int, ...] | None = option(
-        None, options.integer(1), "padded lengths of prompt chunks", metavar="N,N,...", many=True,
-        shown=f"powers of two from {SMALLEST_BUCKET} up to the chunk size")
+        None,
+        options.integer(1),
+        "padded lengths of prompt chunks",
+        metavar="N,N,...",
+        many=True,
+        shown=f"powers of two from {SMALLEST_BUCKET} up to the chunk size",
+    )
     batch_sizes: tuple[int, ...] | None = option(
-        None, options.integer(1), "padded decode batch sizes", metavar="N,N,...", many=True,
-        shown="powers of two up to --slots, and --slots")
+        None,
+        options.integer(1),
+        "padded decode batch sizes",
+        metavar="N,N,...",
+        many=True,
+        shown="powers of two up to --slots, and --slots",
+    )
     prefill_chunk: int | None = option(
-        None, options.integer(1), "longest piece of a prompt that is prefilled in one call", metavar="N",
-        shown=str(DEFAULT_PREFILL_CHUNK))
+        None,
+        options.integer(1),
+        "longest piece of a prompt that is prefilled in one call",
+        metavar="N",
+        shown=str(DEFAULT_PREFILL_CHUNK),
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", options.choice("auto", "float32", "bfloat16"),
-        "of weights and activations; auto is bfloat16 on TPU and GPU, float32 on CPU", metavar="DTYPE")
+        "auto",
+        options.choice("auto", "float32", "bfloat16"),
+        "of weights and activations; auto is bfloat16 on TPU and GPU, float32 on CPU",
+        metavar="DTYPE",
+    )
     quantize: Literal["none", "int8"] = option("none", options.choice("none", "int8"), "of the weights", metavar="KIND")
     memory: int | None = option(
-        None, options.memory_size, "budget for weights, KV pages, prefixes, code and temporaries, e.g. 12GiB",
-        metavar="SIZE", shown="85 % of the accelerator's memory, half of the RAM on CPU")
+        None,
+        options.memory_size,
+        "budget for weights, KV pages, prefixes, code and temporaries, e.g. 12GiB",
+        metavar="SIZE",
+        shown="85 % of the accelerator's memory, half of the RAM on CPU",
+    )
     tp: int = option(1, options.integer(1, 4096), "tensor-parallel devices", metavar="N")
     max_queue: int | None = option(
-        None, options.integer(0), "waiting sequences beyond the slots; a request counts prompts x n", metavar="N",
-        shown=f"{QUEUE_PER_SLOT} x slots")
+        None,
+        options.integer(0),
+        "waiting sequences beyond the slots; a request counts prompts x n",
+        metavar="N",
+        shown=f"{QUEUE_PER_SLOT} x slots",
+    )
     request_timeout: float | None = option(
-        None, options.seconds(0.001, none=True), "seconds after which a request ends with an error", metavar="SECONDS",
-        shown="none")
+        None,
+        options.seconds(0.001, none=True),
+        "seconds after which a request ends with an error",
+        metavar="SECONDS",
+        shown="none",
+    )
     drain_timeout: float = option(
-        30.0, options.seconds(0), "seconds that SIGTERM waits for running requests", metavar="SECONDS")
+        30.0, options.seconds(0), "seconds that SIGTERM waits for running requests", metavar="SECONDS"
+    )
     metrics_port: int | None = option(
-        None, _metrics_port, "port for Prometheus straight from the orchestrator", metavar="PORT", shown="off")
+        None, _metrics_port, "port for Prometheus straight from the orchestrator", metavar="PORT", shown="off"
+    )
     api_key: tuple[str, ...] = option(
-        (), options.api_key, "key that clients must send; repeatable", metavar="KEY", many=True, shown="none", secret=True)
+        (),
+        options.api_key,
+        "key that clients must send; repeatable",
+        metavar="KEY",
+        many=True,
+        shown="none",
+        secret=True,
+    )
     tls_cert: Path | None = option(
-        None, options.existing_file, "certificate chain (PEM) of both ports", metavar="FILE", shown="none")
+        None, options.existing_file, "certificate chain (PEM) of both ports", metavar="FILE", shown="none"
+    )
     tls_key: Path | None = option(None, options.existing_file, "private key (PEM)", metavar="FILE", shown="none")
     log_format: Literal["text", "json"] = option(
-        "text", options.choice("text", "json"), "of the log lines", metavar="FORMAT")
+        "text", options.choice("text", "json"), "of the log lines", metavar="FORMAT"
+    )
     strict_compiles: bool = option(
-        False, options.boolean, "fail a request during which anything was compiled, for tests")
+        False, options.boolean, "fail a request during which anything was compiled, for tests"
+    )
 
     def __post_init__(self) -> None:
         if not self.served_model_name:
@@ -123,7 +181,9 @@ class ServeConfig:
         for name, port in ports.items():
             if port:
                 if port in taken:
-                    raise StartError(f"{taken[port]} and {name} are both {port}: choose two different ports, or 0 for a free one")
+                    raise StartError(
+                        f"{taken[port]} and {name} are both {port}: choose two different ports, or 0 for a free one"
+                    )
                 taken[port] = name
         for name in ("prefill_buckets", "batch_sizes"):
             sizes = getattr(self, name)
@@ -136,20 +196,36 @@ class ProxyConfig:
     """Options of ``preheat proxy``."""
 
     upstream: tuple[str, ...] = option(
-        ("127.0.0.1:9000",), _address, "host:port of an orchestrator's gRPC; repeatable", metavar="HOST:PORT", many=True,
-        shown="127.0.0.1:9000")
+        ("127.0.0.1:9000",),
+        _address,
+        "host:port of an orchestrator's gRPC; repeatable",
+        metavar="HOST:PORT",
+        many=True,
+        shown="127.0.0.1:9000",
+    )
     upstream_ca: Path | None = option(
-        None, options.existing_file, "certificates (PEM) by which the orchestrators' TLS is verified; without it they are "
-        "spoken to without TLS", metavar="FILE", shown="none")
+        None,
+        options.existing_file,
+        "certificates (PEM) by which the orchestrators' TLS is verified; without it they are spoken to without TLS",
+        metavar="FILE",
+        shown="none",
+    )
     host: str = option("127.0.0.1", options.text, "address to bind")
     http_port: int = option(8000, options.port, "HTTP port; 0 picks a free one", metavar="PORT")
     api_key: tuple[str, ...] = option(
-        (), options.api_key, "key that clients must send; repeatable. Passed on to the orchestrator", metavar="KEY",
-        many=True, shown="none", secret=True)
+        (),
+        options.api_key,
+        "key that clients must send; repeatable. Passed on to the orchestrator",
+        metavar="KEY",
+        many=True,
+        shown="none",
+        secret=True,
+    )
     tls_cert: Path | None = option(None, options.existing_file, "certificate chain (PEM)", metavar="FILE", shown="none")
     tls_key: Path | None = option(None, options.existing_file, "private key (PEM)", metavar="FILE", shown="none")
     log_format: Literal["text", "json"] = option(
-        "text", options.choice("text", "json"), "of the log lines", metavar="FORMAT")
+        "text", options.choice("text", "json"), "of the log lines", metavar="FORMAT"
+    )
 
     def __post_init__(self) -> None:
         _check_tls(self.tls_cert, self.tls_key)
@@ -176,7 +252,8 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise StartError(
                 f"--tls-cert {cert} with --tls-key {key} cannot be used: {error}; give a certificate chain and its "
-                "unencrypted private key, both PEM") from None
+                "unencrypted private key, both PEM"
+            ) from None
 
 
 def _last_part(model: str) -> str:
@@ -210,7 +287,9 @@ def resolve_prefill_buckets(config: ServeConfig, max_len: int) -> tuple[int, ...
         chunk = min(DEFAULT_PREFILL_CHUNK, max_len) if chunk is None else chunk
         return _powers_of_two(SMALLEST_BUCKET, chunk)
     if chunk is not None and buckets[-1] != chunk:
-        raise StartError(f"--prefill-buckets {_joined(buckets)} must end with --prefill-chunk {chunk}: give one of the two only")
+        raise StartError(
+            f"--prefill-buckets {_joined(buckets)} must end with --prefill-chunk {chunk}: give one of the two only"
+        )
     if buckets[-1] > max_len:
         raise StartError(f"--prefill-buckets {_joined(buckets)}: {buckets[-1]} is more than --max-len {max_len}")
     return buckets

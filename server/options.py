@@ -1,9 +1,9 @@
 """From the command line, the environment and a TOML file to one validated dataclass.
 
-A configuration is a frozen dataclass whose fields are made with `option`. Each field is one option: ``max_len`` is ``--max-len``
-on the command line, ``PREHEAT_MAX_LEN`` in the environment and ``max-len`` (or ``max_len``) in the file. `load` takes each value
-from the first of them that has it, and parses all three in the same way, so a mistake is reported in the same words
-wherever it was made: option, value, source, what is allowed.
+A configuration is a frozen dataclass whose fields are made with `option`. Each field is one option: ``max_len`` is
+``--max-len`` on the command line, ``PREHEAT_MAX_LEN`` in the environment and ``max-len`` (or ``max_len``) in the file.
+`load` takes each value from the first of them that has it, and parses all three in the same way, so a mistake is
+reported in the same words wherever it was made: option, value, source, what is allowed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ Config = TypeVar("Config")
 ENVIRONMENT_PREFIX = "PREHEAT_"
 
 
-def option(default: Any, parse: Callable[[str], Any], help: str, *, metavar: str | None = None, many: bool = False,
-           shown: str | None = None, secret: bool = False) -> Any:
+def option(
+    default: Any,
+    parse: Callable[[str], Any],
+    help: str,
+    *,
+    metavar: str | None = None,
+    many: bool = False,
+    shown: str | None = None,
+    secret: bool = False,
+) -> Any:
     """A dataclass field that is an option.
 
     ``parse`` makes the value from text and raises `ValueError` that says what is allowed. ``many``: comma-separated and
@@ -155,9 +163,8 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
 def load(config: type[Config], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
     """Makes a configuration.
 
-    Args:
-        config: a dataclass made of `option` fields; its ``__post_init__`` may raise `StartError`.
-        arguments: of the command line, by field name; text, a list of texts, or `None` where not given. ``config`` is the file.
+    Args: config: a dataclass made of `option` fields; its ``__post_init__`` may raise `StartError`. arguments: of the
+        command line, by field name; text, a list of texts, or `None` where not given. ``config`` is the file.
         environment: variables ``PREHEAT_<FIELD>`` are read.
 
     Raises:

@@ -1,8 +1,9 @@
-"""From the detokenize thread to one gRPC stream: `StreamSink` collects what a request produces until its stream can take it.
+"""From the detokenize thread to one gRPC stream: `StreamSink` collects what a request produces until its stream can
+take it.
 
-The detokenize thread calls `delta`; it never waits. The stream's coroutine awaits `ready` and takes all that has come since, as one
-message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never reads is at most
-the request's own output, which ``max_tokens`` bounds.
+The detokenize thread calls `delta`; it never waits. The stream's coroutine awaits `ready` and takes all that has come
+since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never
+reads is at most the request's own output, which ``max_tokens`` bounds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import dataclasses
 import threading
 
-from protos.orchestrator_pb2 import DecodeResponse, TokenLogprob as WireLogprob
+from protos.orchestrator_pb2 import DecodeResponse
+from protos.orchestrator_pb2 import TokenLogprob as WireLogprob
 from server.errors import ServerError
 from server.request import Delta, FinishReason, TokenLogprob, Usage
 from server.tokenizers import Tokenizer
@@ -87,7 +89,8 @@ class StreamSink:
         await self._changed.wait()
 
     def take(self) -> tuple[tuple[TokenLogprob | None, ...] | None, list[_Pending], Usage | None, ServerError | None]:
-        """All that has come: prompt log-probs, what is new of each sample, and how it ended (`None` while it goes on)."""
+        """All that has come: prompt log-probs, what is new of each sample, and how it ended (`None` while it goes
+        on)."""
         with self._lock:
             taken = self._prompt, self._pending, self._usage, self._error
             self._prompt, self._pending = None, [_Pending() for _ in self._pending]
@@ -99,15 +102,18 @@ class StreamSink:
 class MessageWriter:
     """Makes the messages of one stream."""
 
-    def __init__(self, tokenizer: Tokenizer, samples: int, *, text: bool, logprobs: int | None, prompt_logprobs: int | None):
+    def __init__(
+        self, tokenizer: Tokenizer, samples: int, *, text: bool, logprobs: int | None, prompt_logprobs: int | None
+    ):
         self._tokenizer = tokenizer
         self._samples = samples
         self._text = text
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
 
-    def prompt(self, ids: tuple[int, ...], text: str | None,
-               logprobs: tuple[TokenLogprob | None, ...] | None) -> list[DecodeResponse]:
+    def prompt(
+        self, ids: tuple[int, ...], text: str | None, logprobs: tuple[TokenLogprob | None, ...] | None
+    ) -> list[DecodeResponse]:
         """The messages that bring the prompt back."""
         messages = []
         for start in range(0, len(ids), LOGPROBS_PER_MESSAGE):
@@ -119,7 +125,8 @@ class MessageWriter:
             if logprobs is not None:
                 message.prompt.logprobs.extend(
                     self._logprob(token, entry, self._prompt_logprobs or 0)
-                    for token, entry in zip(ids[part], logprobs[part], strict=True))
+                    for token, entry in zip(ids[part], logprobs[part], strict=True)
+                )
             messages.append(message)
         return messages
 
@@ -128,10 +135,18 @@ class MessageWriter:
         messages = []
         while self._logprobs is not None and sum(len(sample.logprobs) for sample in pending) > LOGPROBS_PER_MESSAGE:
             first = next(sample for sample in pending if sample.logprobs)
-            part = dataclasses.replace(first, texts=[], tokens=first.tokens[:LOGPROBS_PER_MESSAGE],
-                                       logprobs=first.logprobs[:LOGPROBS_PER_MESSAGE], finish_reason=None, stop_reason=None)
+            part = dataclasses.replace(
+                first,
+                texts=[],
+                tokens=first.tokens[:LOGPROBS_PER_MESSAGE],
+                logprobs=first.logprobs[:LOGPROBS_PER_MESSAGE],
+                finish_reason=None,
+                stop_reason=None,
+            )
             first.tokens, first.logprobs = first.tokens[LOGPROBS_PER_MESSAGE:], first.logprobs[LOGPROBS_PER_MESSAGE:]
-            messages.append(self._message([self._sample(part if sample is first else _Pending()) for sample in pending]))
+            messages.append(
+                self._message([self._sample(part if sample is first else _Pending()) for sample in pending])
+            )
         if usage is not None or any(sample.texts or sample.finish_reason for sample in pending):
             messages.append(self._message([self._sample(sample) for sample in pending]))
         if usage is not None:
@@ -157,11 +172,11 @@ class MessageWriter:
 
     def _logprob(self, token: int, entry: TokenLogprob | None, alternatives: int) -> WireLogprob:
         text, raw = self._tokenizer.token_text, self._tokenizer.token_bytes
-        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token),
-                           special=self._tokenizer.is_special(token))
+        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token), special=self._tokenizer.is_special(token))
         if entry is not None:
             wire.logprob = entry.logprob
             wire.alternatives.extend(
                 WireLogprob.Alternative(token_id=other, logprob=logprob, text=text(other), raw=raw(other))
-                for other, logprob in entry.top[:alternatives])
+                for other, logprob in entry.top[:alternatives]
+            )
         return wire

@@ -1,7 +1,7 @@
 """The half of validation that needs the model, and the making of a `GenerateRequest`.
 
-`server.fields.parse` has checked types and ranges; here token ids meet the vocabulary, lengths meet ``--max-len``, and what the
-request left out gets its default. Runs in the orchestrator's process, for every front door alike.
+`server.fields.parse` has checked types and ranges; here token ids meet the vocabulary, lengths meet ``--max-len``, and
+what the request left out gets its default. Runs in the orchestrator's process, for every front door alike.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ def sampling_defaults(generation_config: Mapping[str, Any], source: str = "gener
 
 def check_model(requested: str | None, limits: ModelLimits) -> None:
     if requested is not None and requested != limits.name:
-        raise ModelNotFound(f"the model {ascii(requested)[:80]} does not exist here: {limits.name!r} is served", param="model")
+        raise ModelNotFound(
+            f"the model {ascii(requested)[:80]} does not exist here: {limits.name!r} is served", param="model"
+        )
 
 
 def check_text_length(text: str, limits: ModelLimits) -> None:
     """Refuses a text that cannot fit, before time is spent on tokenizing it."""
     if len(text) > limits.max_len * MAX_CHARACTERS_PER_TOKEN:
-        raise _too_long(f"prompt of {len(text)} characters is longer than the {limits.max_len} tokens of --max-len", "prompt")
+        raise _too_long(
+            f"prompt of {len(text)} characters is longer than the {limits.max_len} tokens of --max-len", "prompt"
+        )
 
 
 def build_request(
@@ -104,7 +108,9 @@ def build_request(
     check_ids("logit_bias", (token for token, _ in parsed.logit_bias), limits)
     max_tokens = _max_tokens(parsed, len(prompt), limits)
     if parsed.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens {parsed.min_tokens} is more than max_tokens, {max_tokens}", param="min_tokens")
+        raise InvalidRequest(
+            f"min_tokens {parsed.min_tokens} is more than max_tokens, {max_tokens}", param="min_tokens"
+        )
     sampling = _sampling(parsed, limits)
     return GenerateRequest(
         id=request_id,
@@ -129,12 +135,17 @@ def _max_tokens(parsed: RequestFields, prompt_tokens: int, limits: ModelLimits) 
     room = limits.max_len - prompt_tokens
     if parsed.max_tokens is None:
         if room == 0:
-            raise _too_long(f"prompt has {prompt_tokens} tokens, which leaves no room in the {limits.max_len} of --max-len", "prompt")
+            raise _too_long(
+                f"prompt has {prompt_tokens} tokens, which leaves no room in the {limits.max_len} of --max-len",
+                "prompt",
+            )
         return room
     if parsed.max_tokens > room:
         raise _too_long(
-            f"prompt ({prompt_tokens} tokens) and max_tokens ({parsed.max_tokens}) are {prompt_tokens + parsed.max_tokens} "
-            f"tokens, more than the {limits.max_len} of --max-len: max_tokens can be at most {room}", "max_tokens")
+            f"prompt ({prompt_tokens} tokens) and max_tokens ({parsed.max_tokens}) are "
+            f"{prompt_tokens + parsed.max_tokens} tokens, more than the {limits.max_len} of --max-len: max_tokens can be at most {room}",
+            "max_tokens",
+        )
     return parsed.max_tokens
 
 
@@ -148,7 +159,9 @@ def _sampling(parsed: RequestFields, limits: ModelLimits) -> SamplingParams:
         suppressed = tuple(sorted({*eos, *parsed.stop_token_ids}))
         if len(suppressed) > MAX_SUPPRESSED:
             raise InvalidRequest(
-                f"stop_token_ids must be at most {MAX_SUPPRESSED - len(eos)} token ids with min_tokens", param="stop_token_ids")
+                f"stop_token_ids must be at most {MAX_SUPPRESSED - len(eos)} token ids with min_tokens",
+                param="stop_token_ids",
+            )
     return SamplingParams(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,  # as many as there are, or all: the same as off
@@ -174,7 +187,8 @@ def check_ids(name: str, ids: Iterable[int], limits: ModelLimits) -> None:
     for token in ids:
         if not 0 <= token < limits.vocab_size:
             raise InvalidRequest(
-                f"{name} has the token id {token}; the model's are from 0 to {limits.vocab_size - 1}", param=name)
+                f"{name} has the token id {token}; the model's are from 0 to {limits.vocab_size - 1}", param=name
+            )
 
 
 def _too_long(message: str, param: str) -> InvalidRequest:

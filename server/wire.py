@@ -1,4 +1,5 @@
-"""What both ends of the gRPC connection agree on beside the protos, and a request's fields as a ``DecodeRequest``, there and back.
+"""What both ends of the gRPC connection agree on beside the protos, and a request's fields as a ``DecodeRequest``,
+there and back.
 
 No model and no engine is needed, so that the proxy uses it too.
 """
@@ -39,8 +40,12 @@ def fields_from_proto(request: orchestrator_pb2.DecodeRequest) -> RequestFields:
 def fields_to_proto(parsed: RequestFields) -> orchestrator_pb2.DecodeRequest:
     """A ``DecodeRequest`` without its content. ``max_tokens`` 0 becomes ``prompt_only``."""
     request = orchestrator_pb2.DecodeRequest(
-        max_tokens=parsed.max_tokens or 0, num_samples=parsed.n, logit_bias=dict(parsed.logit_bias), stop=parsed.stop,
-        stop_token_ids=parsed.stop_token_ids)
+        max_tokens=parsed.max_tokens or 0,
+        num_samples=parsed.n,
+        logit_bias=dict(parsed.logit_bias),
+        stop=parsed.stop,
+        stop_token_ids=parsed.stop_token_ids,
+    )
     for name in fields.GRPC:
         value = getattr(parsed, name, None)
         if value is not None and value is not False and request.DESCRIPTOR.fields_by_name[name].has_presence:

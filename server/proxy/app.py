@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
-from server import fields, wire
+from server import checks, fields, wire
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.fields import RequestFields
 from server.proxy.http import (
@@ -68,8 +68,12 @@ def make_app(addresses: Sequence[str], *, api_keys: Sequence[str] = (), ca: Path
         Route("/metrics", proxy.metrics),
         Route("/", proxy.page),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: http_exception},
-                    middleware=[Middleware(Front, api_keys=api_keys)])
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: http_exception},
+        middleware=[Middleware(Front, api_keys=api_keys)],
+    )
     app.router.redirect_slashes = False
     return app
 
@@ -123,14 +127,22 @@ class Proxy:
     async def _plan_completions(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
         if parsed.max_tokens is None:
             parsed = dataclasses.replace(parsed, max_tokens=DEFAULT_COMPLETION_TOKENS)
-        shape = CompletionShape(await self._name(parsed, metadata), logprobs=parsed.logprobs, include_usage=parsed.include_usage)
+        shape = CompletionShape(
+            await self._name(parsed, metadata), logprobs=parsed.logprobs, include_usage=parsed.include_usage
+        )
         return _decode_requests(dataclasses.replace(parsed, model_defaults=True)), shape
 
     async def _plan_chat(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
         name = await self._name(parsed, metadata)
-        rendered = await self._upstreams.call("RenderChat", preheat_pb2.RenderChatRequest(
-            messages=_compact(parsed.messages), template_kwargs=_compact(parsed.chat_template_kwargs or {}),
-            add_generation_prompt=parsed.add_generation_prompt), metadata)
+        rendered = await self._upstreams.call(
+            "RenderChat",
+            preheat_pb2.RenderChatRequest(
+                messages=_compact(parsed.messages),
+                template_kwargs=_compact(parsed.chat_template_kwargs or {}),
+                add_generation_prompt=parsed.add_generation_prompt,
+            ),
+            metadata,
+        )
         parsed = dataclasses.replace(parsed, prompt=(tuple(rendered.token_ids),), model_defaults=True)
         return _decode_requests(parsed), ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage)
 
@@ -154,17 +166,24 @@ class Proxy:
 
     async def _model_card(self, request: Request) -> Json:
         card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), _metadata(request))
-        return {"id": card.name, "object": "model", "created": card.created, "owned_by": "preheat",
-                "max_model_len": card.max_len if card.HasField("max_len") else None}
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": card.created,
+            "owned_by": "preheat",
+            "max_model_len": card.max_len if card.HasField("max_len") else None,
+        }
 
     async def tokenize(self, request: Request) -> Response:
-        text = fields.required(await read_json(request), "text", fields.string)
+        text = fields.required(await read_json(request), "text", checks.string)
         answer = await self._upstreams.call("Tokenize", preheat_pb2.TokenizeRequest(text=text), _metadata(request))
         return JSONResponse({"tokens": list(answer.token_ids)})
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = fields.required(await read_json(request), "tokens", fields.token_ids)
-        answer = await self._upstreams.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=tokens), _metadata(request))
+        tokens = fields.required(await read_json(request), "tokens", checks.token_ids)
+        answer = await self._upstreams.call(
+            "Detokenize", preheat_pb2.DetokenizeRequest(token_ids=tokens), _metadata(request)
+        )
         return JSONResponse({"text": answer.text})
 
     # State.
@@ -175,7 +194,9 @@ class Proxy:
         if alive is not None:
             return JSONResponse({"status": "ok", "state": alive.state})
         dead = self._upstreams.all[0]
-        error = Unavailable(f"the orchestrator is {dead.state}: {dead.reason or 'see its log'}", retry_after=RETRY_UNREACHABLE)
+        error = Unavailable(
+            f"the orchestrator is {dead.state}: {dead.reason or 'see its log'}", retry_after=RETRY_UNREACHABLE
+        )
         return error_response(error, {"status": "dead", "state": dead.state})
 
     async def ready(self, request: Request) -> Response:
@@ -183,7 +204,9 @@ class Proxy:
         best = self._upstreams.by_preference()[0]
         if best.state == "ready":
             return JSONResponse({"state": "ready"})
-        return error_response(Unavailable(f"not ready: {best.state}", retry_after=RETRY_UNREACHABLE), {"state": best.state})
+        return error_response(
+            Unavailable(f"not ready: {best.state}", retry_after=RETRY_UNREACHABLE), {"state": best.state}
+        )
 
     async def warmup(self, request: Request) -> Response:
         answer = await self._upstreams.call("Warmup", preheat_pb2.WarmupRequest())
@@ -221,7 +244,7 @@ class Answer:
     async def _read(self) -> AsyncIterator[list[Choice]]:
         """The choices that changed, message by message."""
         async for prompt, message in self._generation.messages():
-            choices = self._choices[prompt * self._samples:(prompt + 1) * self._samples]
+            choices = self._choices[prompt * self._samples : (prompt + 1) * self._samples]
             for choice, sample in zip(choices, message.stream_content.samples, strict=True):
                 if message.HasField("prompt"):
                     choice.add_prompt(message.prompt)

@@ -1,7 +1,8 @@
 """The transport side of the proxy: bodies in, answers and events out, errors in their envelope, clients that leave.
 
-`Front` is the outermost layer: it gives each request its id, asks for the API key, and turns whatever is raised into the
-error envelope. `read_json` reads a body within limits. `until_disconnect` runs work for as long as the client is there.
+`Front` is the outermost layer: it gives each request its id, asks for the API key, and turns whatever is raised into
+the error envelope. `read_json` reads a body within limits. `until_disconnect` runs work for as long as the client is
+there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server import fields
+from server import checks
 from server.errors import (
     Cancelled,
     InternalError,
@@ -76,7 +77,8 @@ class Front:
             logger.exception("fault in request %s", identifier)
             if not started:
                 await error_response(InternalError("internal error; the proxy's log has the details"))(
-                    scope, receive, send_with_id)
+                    scope, receive, send_with_id
+                )
 
     def _check_key(self, value: bytes | None) -> None:
         if value is None:
@@ -92,7 +94,7 @@ def _request_id(sent: bytes | None) -> str:
     """The client's own id where it is fit to be logged, else a new one."""
     if sent is not None:
         try:
-            return fields.request_id(sent.decode("ascii"))
+            return checks.request_id(sent.decode("ascii"))
         except ValueError:
             pass
     return secrets.token_hex(8)
@@ -174,7 +176,9 @@ def _check_depth(value: Any) -> None:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [
-            child for container in level for child in (container.values() if isinstance(container, dict) else container)
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
             if isinstance(child, (dict, list))
         ]
         if not level:
@@ -205,7 +209,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. An error while they are made is an event of its own; ``[DONE]`` ends every stream.
 
-    ``close`` is awaited at the end, also when the client leaves. What can fail with a status must have been done before.
+    ``close`` is awaited at the end, also when the client leaves. What can fail with a status must have been done
+    before.
     """
 
     media_type = "text/event-stream"

@@ -25,10 +25,19 @@ def run(config: ProxyConfig, listening: socket.socket, lifeline: int | None = No
         lifeline: file descriptor whose end of file ends the proxy.
     """
     app = make_app(config.upstream, api_keys=config.api_key, ca=config.upstream_ca)
-    server = _Server(uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=int(STOP_SECONDS), ws="none",
-        ssl_certfile=config.tls_cert and str(config.tls_cert), ssl_keyfile=config.tls_key and str(config.tls_key)))
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(STOP_SECONDS),
+            ws="none",
+            ssl_certfile=config.tls_cert and str(config.tls_cert),
+            ssl_keyfile=config.tls_key and str(config.tls_key),
+        )
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.on_signal)
     if lifeline is not None:

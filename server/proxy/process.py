@@ -1,8 +1,8 @@
 """Starting a proxy process beside a server (``server/proxy/main.py`` is what runs in it).
 
-The socket is bound by whoever starts the proxy, so a taken port is an error before anything is loaded, and clients that come
-early wait in the socket's queue. A proxy that belongs to a server ends with it, however that ends: it holds the reading
-end of a pipe whose other end dies with the server.
+The socket is bound by whoever starts the proxy, so a taken port is an error before anything is loaded, and clients that
+come early wait in the socket's queue. A proxy that belongs to a server ends with it, however that ends: it holds the
+reading end of a pipe whose other end dies with the server.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ def bind(host: str, port: int) -> socket.socket:
         StartError: the port is taken, or the address is not one of this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise StartError(f"--host {host}: {error.strerror}: give an address of this machine, such as 127.0.0.1 or 0.0.0.0") from None
+        raise StartError(
+            f"--host {host}: {error.strerror}: give an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+        ) from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -38,8 +42,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise StartError(
-            f"--http-port {port}: cannot listen on {host}:{port}: {error.strerror}; stop what uses the port, choose another, "
-            "or 0 for a free one") from None
+            f"--http-port {port}: cannot listen on {host}:{port}: {error.strerror}; stop what uses the port, choose "
+            "another, or 0 for a free one"
+        ) from None
     return listening
 
 
@@ -100,8 +105,21 @@ def start(config: ServeConfig, grpc_address: str) -> ProxyProcess:
         port = listening.getsockname()[1]
         reading, writing = os.pipe()
         arguments = [
-            sys.executable, "-m", "server", "proxy", "--upstream", grpc_address, "--host", config.host,
-            "--log-format", config.log_format, "--listen-fd", str(listening.fileno()), "--lifeline-fd", str(reading)]
+            sys.executable,
+            "-m",
+            "server",
+            "proxy",
+            "--upstream",
+            grpc_address,
+            "--host",
+            config.host,
+            "--log-format",
+            config.log_format,
+            "--listen-fd",
+            str(listening.fileno()),
+            "--lifeline-fd",
+            str(reading),
+        ]
         if config.tls_cert and config.tls_key:
             arguments += ["--tls-cert", str(config.tls_cert), "--tls-key", str(config.tls_key)]
         # Options of the server in the environment are not the proxy's; keys go there, where `ps` does not show them.
@@ -113,7 +131,12 @@ def start(config: ServeConfig, grpc_address: str) -> ProxyProcess:
         try:
             # A session of its own: Ctrl-C is for the server, which ends its proxy when all answers are out.
             process = subprocess.Popen(
-                arguments, pass_fds=(listening.fileno(), reading), env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+                arguments,
+                pass_fds=(listening.fileno(), reading),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError as error:
             os.close(writing)
             raise StartError(f"the HTTP proxy cannot be started: {error}; --no-http serves gRPC only") from None

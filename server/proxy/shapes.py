@@ -1,7 +1,7 @@
 """What the HTTP APIs promise, made from gRPC messages: pure functions and small accumulators, without any transport.
 
-A `Choice` collects what one sample of one prompt has produced; a `Shape` turns choices into the answer of its API, whole or in
-chunks. OpenAI's API reference is the source of every name here.
+A `Choice` collects what one sample of one prompt has produced; a `Shape` turns choices into the answer of its API,
+whole or in chunks. OpenAI's API reference is the source of every name here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def logprob_value(value: float) -> float:
 
 
 class TextOffsets:
-    """Where each token begins in the text, in characters; a token within a character begins where the character does."""
+    """Where each token begins in the text, in characters; a token within a character begins where the character
+    does."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -182,15 +183,20 @@ class ChatShape(_OpenAIShape):
 
     def _choice(self, choice: Choice) -> Json:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": choice.index, "message": message, "logprobs": self._logprobs_of(choice),
-                "finish_reason": choice.finish_reason}
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs_of(choice),
+            "finish_reason": choice.finish_reason,
+        }
 
     def _logprobs_of(self, choice: Choice) -> Json | None:
         return None if self._logprobs is None else {"content": chat_logprobs(choice.logprobs), "refusal": None}
 
 
 def completion_logprobs(tokens: Iterable[TokenLogprob], offsets: TextOffsets) -> Json:
-    """The log-probs object of completions: parallel lists; the alternatives of a token always include the token itself."""
+    """The log-probs object of completions: parallel lists; the alternatives of a token always include the token
+    itself."""
     result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         result["tokens"].append(token.text)

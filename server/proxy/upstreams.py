@@ -1,8 +1,8 @@
 """The orchestrators behind a proxy: which are alive, which is least busy, and calls that move on to the next one.
 
 A request may go to any of them. One that is refused before it was accepted (starting, draining, dead, queue full) is
-tried at the next; an accepted request stays where it is. With several upstreams their load is asked for twice a second; with a
-single one there is nothing to choose, and nothing is asked.
+tried at the next; an accepted request stays where it is. With several upstreams their load is asked for twice a second;
+with a single one there is nothing to choose, and nothing is asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A whole server without a model: mock engine, byte tokenizer, orchestrator, gRPC, and the proxy as a process of its own."""
+"""A whole server without a model: mock engine, byte tokenizer, orchestrator, gRPC, and the proxy as a process of its
+own."""
 
 from __future__ import annotations
 
@@ -30,10 +31,20 @@ class Doors:
 
 
 @contextlib.contextmanager
-def open_doors(rule: Any = successor, *, http: bool = True, ready: bool = True, slots: int = 4, max_queue: int = 16,
-               limits: dict[str, Any] | None = None, api_key: tuple[str, ...] = (), config: dict[str, Any] | None = None,
-               **grpc_options: Any) -> Iterator[Doors]:
-    """Everything up, and down again afterwards. ``limits`` and ``config`` replace fields of the model's limits and options."""
+def open_doors(
+    rule: Any = successor,
+    *,
+    http: bool = True,
+    ready: bool = True,
+    slots: int = 4,
+    max_queue: int = 16,
+    limits: dict[str, Any] | None = None,
+    api_key: tuple[str, ...] = (),
+    config: dict[str, Any] | None = None,
+    **grpc_options: Any,
+) -> Iterator[Doors]:
+    """Everything up, and down again afterwards. ``limits`` and ``config`` replace fields of the model's limits and
+    options."""
     engine = MockEngine(rule, config=mock_config(slots=slots, max_len=MAX_LEN))
     metrics = Metrics()
     tokenizer = ByteTokenizer()

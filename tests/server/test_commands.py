@@ -25,8 +25,11 @@ def called(monkeypatch):
         return lambda *arguments: calls.append((name, arguments)) or 7
 
     monkeypatch.setitem(sys.modules, "server.app", types.SimpleNamespace(serve=record("serve")))
-    monkeypatch.setitem(sys.modules, "server.offline", types.SimpleNamespace(
-        **{name: record(name) for name in ("build", "plan", "cache", "generate")}))
+    monkeypatch.setitem(
+        sys.modules,
+        "server.offline",
+        types.SimpleNamespace(**{name: record(name) for name in ("build", "plan", "cache", "generate")}),
+    )
     monkeypatch.setattr("server.app", sys.modules["server.app"], raising=False)
     monkeypatch.setattr("server.offline", sys.modules["server.offline"], raising=False)
     for name in list(os.environ):
@@ -35,10 +38,15 @@ def called(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("command", "name", "more"), [
-    (["serve", "--slots", "3"], "serve", None), (["build", "--slots", "3", "--target", "v5e-4"], "build", "v5e-4"),
-    (["plan", "--slots", "3"], "plan", None), (["cache", "list", "--slots", "3"], "cache", "list"),
-])
+@pytest.mark.parametrize(
+    ("command", "name", "more"),
+    [
+        (["serve", "--slots", "3"], "serve", None),
+        (["build", "--slots", "3", "--target", "v5e-4"], "build", "v5e-4"),
+        (["plan", "--slots", "3"], "plan", None),
+        (["cache", "list", "--slots", "3"], "cache", "list"),
+    ],
+)
 def test_commands_reach_their_functions(called, command, name, more):
     assert main(command) == 7
     [(function, arguments)] = called
@@ -54,19 +62,53 @@ def generated(called) -> GenerateOptions:
 
 
 def test_generate_takes_prompts_and_options(called):
-    assert main(["generate", "one", "two", "--chat", "--max-tokens", "5", "--temperature", "0.5", "--seed", "9", "--stop", "a", "--stop", "b",
-                 "--ignore-eos", "--n", "2"]) == 7
+    assert (
+        main(
+            [
+                "generate",
+                "one",
+                "two",
+                "--chat",
+                "--max-tokens",
+                "5",
+                "--temperature",
+                "0.5",
+                "--seed",
+                "9",
+                "--stop",
+                "a",
+                "--stop",
+                "b",
+                "--ignore-eos",
+                "--n",
+                "2",
+            ]
+        )
+        == 7
+    )
     options = generated(called)
     assert (options.prompts, options.chat) == (("one", "two"), True)
     sampling = options.sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop, sampling.ignore_eos, sampling.n) == (
-        5, 0.5, 9, ("a", "b"), True, 2)
+    assert (
+        sampling.max_tokens,
+        sampling.temperature,
+        sampling.seed,
+        sampling.stop,
+        sampling.ignore_eos,
+        sampling.n,
+    ) == (5, 0.5, 9, ("a", "b"), True, 2)
 
 
 def test_generate_is_silent_where_the_user_is(called):
     main(["generate", "x"])
     sampling = generated(called).sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop, sampling.ignore_eos) == (None, None, None, (), False)
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.stop, sampling.ignore_eos) == (
+        None,
+        None,
+        None,
+        (),
+        False,
+    )
 
 
 def test_generate_reads_a_file_and_standard_input(called, tmp_path, monkeypatch):
@@ -89,11 +131,18 @@ def test_generate_without_a_usable_prompt(called, tmp_path, content, capsys):
 
 
 def test_json_log_lines():
-    record = logging.makeLogRecord({"name": "preheat", "levelname": "INFO", "msg": "a %s", "args": ("b",), "request": {"id": "é"}})
+    record = logging.makeLogRecord(
+        {"name": "preheat", "levelname": "INFO", "msg": "a %s", "args": ("b",), "request": {"id": "é"}}
+    )
     line = JsonFormatter().format(record)
     assert "\n" not in line
     parsed = json.loads(line)
-    assert (parsed["level"], parsed["logger"], parsed["message"], parsed["request"]) == ("info", "preheat", "a b", {"id": "é"})
+    assert (parsed["level"], parsed["logger"], parsed["message"], parsed["request"]) == (
+        "info",
+        "preheat",
+        "a b",
+        {"id": "é"},
+    )
     try:
         raise ValueError("x")
     except ValueError:

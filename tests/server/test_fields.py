@@ -8,7 +8,7 @@ import pytest
 
 from engine import api
 from protos.orchestrator_pb2 import DecodeRequest
-from server import fields, wire
+from server import checks, fields, wire
 from server.errors import InvalidRequest, ModelNotFound, StartError
 from server.fields import CHAT, COMPLETIONS, GENERATE, GRPC, RequestFields
 from server.validation import ModelLimits, SamplingDefaults, build_request, sampling_defaults
@@ -22,18 +22,39 @@ def completion(**body):
 
 
 def test_limits_are_those_of_the_engine():
-    assert fields.MAX_LOGIT_BIAS == api.MAX_LOGIT_BIAS
-    assert fields.MAX_TOP_LOGPROBS == api.TOP_LOGPROBS
-    assert fields.MAX_STOP_TOKEN_IDS == api.MAX_SUPPRESSED
+    assert checks.MAX_LOGIT_BIAS == api.MAX_LOGIT_BIAS
+    assert checks.MAX_TOP_LOGPROBS == api.TOP_LOGPROBS
+    assert checks.MAX_STOP_TOKEN_IDS == api.MAX_SUPPRESSED
 
 
 GOOD = [
-    ("temperature", 0, 0.0), ("temperature", 2.5, 2.5), ("top_p", 1, 1.0), ("top_p", 1e-300, 1e-300), ("top_k", -1, -1),
-    ("top_k", 0, 0), ("top_k", 2**31 - 1, 2**31 - 1), ("min_p", 0, 0.0), ("min_p", 1, 1.0), ("seed", 0, 0),
-    ("seed", 2**63 - 1, 2**63 - 1), ("stop", "a", ("a",)), ("stop", ["a"] * 16, ("a",) * 16), ("stop", [], ()),
-    ("stop_token_ids", [1, 2], (1, 2)), ("min_tokens", 0, 0), ("ignore_eos", True, True), ("presence_penalty", -2, -2.0),
-    ("frequency_penalty", 2, 2.0), ("repetition_penalty", 1.3, 1.3), ("logit_bias", {"5": 1, "0": -100}, ((5, 1.0), (0, -100.0))),
-    ("logprobs", 0, 0), ("logprobs", 5, 5), ("n", 1, 1), ("n", 128, 128), ("echo", False, False), ("max_tokens", 0, 0),
+    ("temperature", 0, 0.0),
+    ("temperature", 2.5, 2.5),
+    ("top_p", 1, 1.0),
+    ("top_p", 1e-300, 1e-300),
+    ("top_k", -1, -1),
+    ("top_k", 0, 0),
+    ("top_k", 2**31 - 1, 2**31 - 1),
+    ("min_p", 0, 0.0),
+    ("min_p", 1, 1.0),
+    ("seed", 0, 0),
+    ("seed", 2**63 - 1, 2**63 - 1),
+    ("stop", "a", ("a",)),
+    ("stop", ["a"] * 16, ("a",) * 16),
+    ("stop", [], ()),
+    ("stop_token_ids", [1, 2], (1, 2)),
+    ("min_tokens", 0, 0),
+    ("ignore_eos", True, True),
+    ("presence_penalty", -2, -2.0),
+    ("frequency_penalty", 2, 2.0),
+    ("repetition_penalty", 1.3, 1.3),
+    ("logit_bias", {"5": 1, "0": -100}, ((5, 1.0), (0, -100.0))),
+    ("logprobs", 0, 0),
+    ("logprobs", 5, 5),
+    ("n", 1, 1),
+    ("n", 128, 128),
+    ("echo", False, False),
+    ("max_tokens", 0, 0),
 ]
 
 
@@ -43,21 +64,89 @@ def test_allowed_values(name, value, parsed):
 
 
 BAD = [
-    ("temperature", -0.1), ("temperature", "1"), ("temperature", True), ("temperature", math.nan), ("temperature", math.inf),
-    ("temperature", 10**400), ("temperature", []), ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_k", -2), ("top_k", 2**31),
-    ("top_k", 1.5), ("top_k", 5.0), ("top_k", "5"), ("top_k", False), ("min_p", 1.1), ("min_p", -0.1), ("seed", -1), ("seed", 2**63),
-    ("seed", 1.0), ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", 5), ("stop", [5]), ("stop", "\ud800"),
-    ("stop", {"a": 1}), ("stop_token_ids", [-1]), ("stop_token_ids", [2**31]), ("stop_token_ids", [1.0]), ("stop_token_ids", 5),
-    ("stop_token_ids", [True]), ("stop_token_ids", list(range(33))), ("min_tokens", -1), ("min_tokens", 1.5), ("ignore_eos", 1),
-    ("ignore_eos", "true"), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
-    ("repetition_penalty", -1), ("logit_bias", []), ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"05": 1}),
-    ("logit_bias", {"\u0665": 1}), ("logit_bias", {"99999999999": 1}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": None}),
-    ("logit_bias", {"5": math.nan}), ("logit_bias", {str(i): 0 for i in range(301)}), ("logprobs", 6), ("logprobs", -1),
-    ("logprobs", True), ("n", 0), ("n", 129), ("n", 10**6), ("echo", "yes"), ("max_tokens", -1), ("max_tokens", "5"),
-    ("max_tokens", 2**31), ("stream", 1), ("model", 5), ("user", 5), ("suffix", "x"), ("best_of", 2), ("guided_json", "{}"),
-    ("prompt", 5), ("prompt", []), ("prompt", ["a", 5]), ("prompt", [1, "a"]), ("prompt", [[1], "a"]), ("prompt", [-1]),
-    ("prompt", [1.0]), ("prompt", [True]), ("prompt", "\udfff"), ("prompt", {"a": 1}), ("prompt", ["x"] * 1025), ("prompt", None),
-    ("stream_options", {"include_usage": True}), ("stream_options", 5), ("priority", 10**6),
+    ("temperature", -0.1),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", 10**400),
+    ("temperature", []),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", -1),
+    ("top_k", -2),
+    ("top_k", 2**31),
+    ("top_k", 1.5),
+    ("top_k", 5.0),
+    ("top_k", "5"),
+    ("top_k", False),
+    ("min_p", 1.1),
+    ("min_p", -0.1),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("seed", 1.0),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", ["a"] * 17),
+    ("stop", 5),
+    ("stop", [5]),
+    ("stop", "\ud800"),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", list(range(33))),
+    ("min_tokens", -1),
+    ("min_tokens", 1.5),
+    ("ignore_eos", 1),
+    ("ignore_eos", "true"),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("logit_bias", []),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"05": 1}),
+    ("logit_bias", {"\u0665": 1}),
+    ("logit_bias", {"99999999999": 1}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"5": None}),
+    ("logit_bias", {"5": math.nan}),
+    ("logit_bias", {str(i): 0 for i in range(301)}),
+    ("logprobs", 6),
+    ("logprobs", -1),
+    ("logprobs", True),
+    ("n", 0),
+    ("n", 129),
+    ("n", 10**6),
+    ("echo", "yes"),
+    ("max_tokens", -1),
+    ("max_tokens", "5"),
+    ("max_tokens", 2**31),
+    ("stream", 1),
+    ("model", 5),
+    ("user", 5),
+    ("suffix", "x"),
+    ("best_of", 2),
+    ("guided_json", "{}"),
+    ("prompt", 5),
+    ("prompt", []),
+    ("prompt", ["a", 5]),
+    ("prompt", [1, "a"]),
+    ("prompt", [[1], "a"]),
+    ("prompt", [-1]),
+    ("prompt", [1.0]),
+    ("prompt", [True]),
+    ("prompt", "\udfff"),
+    ("prompt", {"a": 1}),
+    ("prompt", ["x"] * 1025),
+    ("prompt", None),
+    ("stream_options", {"include_usage": True}),
+    ("stream_options", 5),
+    ("priority", 10**6),
 ]
 
 
@@ -94,25 +183,49 @@ def test_best_of_may_equal_n():
 
 
 def test_chat_fields():
-    parsed = fields.parse({"messages": USER, "logprobs": True, "top_logprobs": 20, "max_completion_tokens": 7,
-                           "response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}, CHAT)
+    parsed = fields.parse(
+        {
+            "messages": USER,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "max_completion_tokens": 7,
+            "response_format": {"type": "text"},
+            "tools": [],
+            "tool_choice": "none",
+        },
+        CHAT,
+    )
     assert (parsed.logprobs, parsed.max_tokens) == (20, 7)
     assert fields.parse({"messages": USER, "logprobs": True}, CHAT).logprobs == 0
     assert fields.parse({"messages": USER, "logprobs": False, "top_logprobs": 0}, CHAT).logprobs is None
 
 
-@pytest.mark.parametrize(("body", "param"), [
-    ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 1}, "logprobs"),
-    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"), ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"), ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"), ({"messages": [5]}, "messages"), ({"messages": [{}]}, "messages"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages"), ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"), ({"messages": None}, "messages"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
-    ({"response_format": {"type": "json_object"}}, "response_format"), ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"chat_template_kwargs": []}, "chat_template_kwargs"),
-])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [5]}, "messages"),
+        ({"messages": [{}]}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ],
+)
 def test_refused_chat_fields(body, param):
     with pytest.raises(InvalidRequest) as caught:
         fields.parse({"messages": USER, **body}, CHAT)
@@ -120,19 +233,35 @@ def test_refused_chat_fields(body, param):
 
 
 def test_messages_are_made_plain():
-    parsed = fields.parse({"messages": [
-        {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-    ]}, CHAT)
+    parsed = fields.parse(
+        {
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": None,
+                },
+                {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            ]
+        },
+        CHAT,
+    )
     assert parsed.messages == (
-        {"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]})
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    )
 
 
 def test_generate_takes_no_logprobs_and_one_sample():
     assert fields.parse({"prompt": "x", "n": 1}, GENERATE).prompt == ("x",)
-    for body, param in [({"logprobs": 1}, "logprobs"), ({"n": 2}, "n"), ({"prompt": ["x"]}, "prompt"), ({"prompt": None}, "prompt")]:
+    for body, param in [
+        ({"logprobs": 1}, "logprobs"),
+        ({"n": 2}, "n"),
+        ({"prompt": ["x"]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+    ]:
         with pytest.raises(InvalidRequest) as caught:
             fields.parse({"prompt": "x", **body}, GENERATE)
         assert caught.value.param == param
@@ -142,7 +271,8 @@ def test_unknown_fields_are_logged_once(caplog):
     for _ in range(2):
         completion(frobnicate=1)
     assert [record.getMessage() for record in caplog.records].count(
-        "ignoring unknown request field 'frobnicate' (said once per name)") == 1
+        "ignoring unknown request field 'frobnicate' (said once per name)"
+    ) == 1
 
 
 # The wire.
@@ -150,10 +280,30 @@ def test_unknown_fields_are_logged_once(caplog):
 
 def test_fields_survive_the_wire():
     parsed = RequestFields(
-        max_tokens=5, n=3, temperature=0.0, top_k=-1, top_p=0.9, min_p=0.1, presence_penalty=-1.0, frequency_penalty=0.5,
-        repetition_penalty=1.25, seed=2**63 - 1, stop=("a", "\n"), stop_token_ids=(3, 4), min_tokens=2, ignore_eos=True,
-        logit_bias=((7, -100.0),), logprobs=0, prompt_logprobs=20, echo=True, want_text=True, model_defaults=True, priority=-3,
-        model="tiny", request_id="id")
+        max_tokens=5,
+        n=3,
+        temperature=0.0,
+        top_k=-1,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        seed=2**63 - 1,
+        stop=("a", "\n"),
+        stop_token_ids=(3, 4),
+        min_tokens=2,
+        ignore_eos=True,
+        logit_bias=((7, -100.0),),
+        logprobs=0,
+        prompt_logprobs=20,
+        echo=True,
+        want_text=True,
+        model_defaults=True,
+        priority=-3,
+        model="tiny",
+        request_id="id",
+    )
     request = DecodeRequest.FromString(wire.fields_to_proto(parsed).SerializeToString())
     assert wire.fields_from_proto(request) == parsed
 
@@ -161,15 +311,36 @@ def test_fields_survive_the_wire():
 def test_jetstreams_zeros_are_absent():
     assert wire.fields_from_proto(DecodeRequest()) == RequestFields()
     assert wire.fields_from_proto(DecodeRequest(max_tokens=0, num_samples=0)).max_tokens is None
-    assert wire.fields_from_proto(wire.fields_to_proto(RequestFields(max_tokens=0))) == RequestFields(max_tokens=0, prompt_only=True)
+    assert wire.fields_from_proto(wire.fields_to_proto(RequestFields(max_tokens=0))) == RequestFields(
+        max_tokens=0, prompt_only=True
+    )
 
 
-@pytest.mark.parametrize("request_fields", [
-    {"max_tokens": -1}, {"num_samples": -1}, {"num_samples": 129}, {"temperature": math.nan}, {"temperature": -1}, {"top_p": 0},
-    {"top_k": -2}, {"seed": -1}, {"stop": [""]}, {"stop": ["x"] * 17}, {"stop_token_ids": [-1]}, {"logit_bias": {-1: 1}},
-    {"logit_bias": {1: math.inf}}, {"logprobs": 21}, {"prompt_logprobs": -1}, {"lora_adapter_id": "x"}, {"guided_json": ""},
-    {"request_id": ""}, {"request_id": "a\nb"}, {"prompt_only": True, "max_tokens": 3},
-])
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {"max_tokens": -1},
+        {"num_samples": -1},
+        {"num_samples": 129},
+        {"temperature": math.nan},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"seed": -1},
+        {"stop": [""]},
+        {"stop": ["x"] * 17},
+        {"stop_token_ids": [-1]},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {1: math.inf}},
+        {"logprobs": 21},
+        {"prompt_logprobs": -1},
+        {"lora_adapter_id": "x"},
+        {"guided_json": ""},
+        {"request_id": ""},
+        {"request_id": "a\nb"},
+        {"prompt_only": True, "max_tokens": 3},
+    ],
+)
 def test_refused_over_grpc(request_fields):
     with pytest.raises(InvalidRequest) as caught:
         wire.fields_from_proto(DecodeRequest(**request_fields))
@@ -183,13 +354,23 @@ def built(prompt=(1, 2), limits=LIMITS, **parsed):
     return build_request(RequestFields(**parsed), prompt, limits, request_id="r")
 
 
-@pytest.mark.parametrize(("parsed", "prompt", "param"), [
-    ({}, (300,), "prompt"), ({}, (-1,), "prompt"), ({}, (), "prompt"), ({}, (1,) * 33, "prompt"), ({}, (1,) * 32, "prompt"),
-    ({"max_tokens": 31}, (1, 2), "max_tokens"), ({"max_tokens": 1}, (1,) * 32, "max_tokens"),
-    ({"stop_token_ids": (300,)}, (1,), "stop_token_ids"), ({"logit_bias": ((300, 1.0),)}, (1,), "logit_bias"),
-    ({"min_tokens": 6, "max_tokens": 5}, (1,), "min_tokens"), ({"min_tokens": 32}, (1,), "min_tokens"),
-    ({"min_tokens": 1, "stop_token_ids": tuple(range(32))}, (1,), "stop_token_ids"),
-])
+@pytest.mark.parametrize(
+    ("parsed", "prompt", "param"),
+    [
+        ({}, (300,), "prompt"),
+        ({}, (-1,), "prompt"),
+        ({}, (), "prompt"),
+        ({}, (1,) * 33, "prompt"),
+        ({}, (1,) * 32, "prompt"),
+        ({"max_tokens": 31}, (1, 2), "max_tokens"),
+        ({"max_tokens": 1}, (1,) * 32, "max_tokens"),
+        ({"stop_token_ids": (300,)}, (1,), "stop_token_ids"),
+        ({"logit_bias": ((300, 1.0),)}, (1,), "logit_bias"),
+        ({"min_tokens": 6, "max_tokens": 5}, (1,), "min_tokens"),
+        ({"min_tokens": 32}, (1,), "min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(32))}, (1,), "stop_token_ids"),
+    ],
+)
 def test_what_the_model_does_not_allow(parsed, prompt, param):
     with pytest.raises(InvalidRequest) as caught:
         built(prompt, **parsed)
@@ -199,7 +380,9 @@ def test_what_the_model_does_not_allow(parsed, prompt, param):
 def test_too_long_says_both_numbers():
     with pytest.raises(InvalidRequest) as caught:
         built((1,) * 10, max_tokens=23)
-    assert "33" in caught.value.message and "32" in caught.value.message and caught.value.code == "context_length_exceeded"
+    assert (
+        "33" in caught.value.message and "32" in caught.value.message and caught.value.code == "context_length_exceeded"
+    )
 
 
 def test_lengths_at_the_limit():

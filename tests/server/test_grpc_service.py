@@ -103,11 +103,16 @@ def test_prompt_only_generates_nothing(client):
     assert messages[0].prompt.token_ids[-1] == 98 and messages[0].prompt.text == ""
 
 
-@pytest.mark.parametrize(("options", "kind", "param"), [
-    ({"temperature": -1.0}, errors.InvalidRequest, "temperature"), ({"seed": -5}, errors.InvalidRequest, "seed"),
-    ({"max_tokens": 1000}, errors.InvalidRequest, "max_tokens"), ({"model": "other"}, errors.ModelNotFound, "model"),
-    ({"stop_token_ids": [100_000]}, errors.InvalidRequest, "stop_token_ids"),
-])
+@pytest.mark.parametrize(
+    ("options", "kind", "param"),
+    [
+        ({"temperature": -1.0}, errors.InvalidRequest, "temperature"),
+        ({"seed": -5}, errors.InvalidRequest, "seed"),
+        ({"max_tokens": 1000}, errors.InvalidRequest, "max_tokens"),
+        ({"model": "other"}, errors.ModelNotFound, "model"),
+        ({"stop_token_ids": [100_000]}, errors.InvalidRequest, "stop_token_ids"),
+    ],
+)
 def test_errors_keep_their_type_and_field(client, options, kind, param):
     with pytest.raises(errors.ServerError) as caught:
         client.generate("a", **options)
@@ -128,7 +133,10 @@ def test_no_content(client):
 
 def test_outcomes_add_up(doors, client):
     def total():
-        return sum(doors.metrics.value("preheat_requests_total", outcome=name) for name in ("ok", "error", "rejected", "cancelled", "invalid"))
+        return sum(
+            doors.metrics.value("preheat_requests_total", outcome=name)
+            for name in ("ok", "error", "rejected", "cancelled", "invalid")
+        )
 
     before = total()
     client.generate("a", max_tokens=1)
@@ -160,10 +168,20 @@ def test_a_fault_of_ours_is_internal_and_says_nothing(doors, client, monkeypatch
     assert "a secret of the inside" in caplog.text  # for us
 
 
+def test_a_fault_in_tokenizing_is_counted(doors, client, monkeypatch):
+    before = doors.metrics.value("preheat_requests_total", outcome="error")
+    monkeypatch.setattr(doors.grpc.model.tokenizer, "encode", lambda *arguments, **keywords: 1 / 0)
+    with pytest.raises(errors.InternalError):
+        client.generate("a")
+    assert doors.metrics.value("preheat_requests_total", outcome="error") == before + 1
+
+
 def test_async_client(doors):
     async def talk():
         async with AsyncClient(doors.grpc.address, timeout=TIMEOUT) as client:
-            whole, pieces = await asyncio.gather(client.generate("a", max_tokens=3), collect(client.stream("x", max_tokens=2)))
+            whole, pieces = await asyncio.gather(
+                client.generate("a", max_tokens=3), collect(client.stream("x", max_tokens=2))
+            )
             with pytest.raises(errors.InvalidRequest):
                 await client.generate("a", max_tokens=1000)
             return whole.text, "".join(piece.text for piece in pieces)
@@ -181,8 +199,9 @@ def test_tokenizer_and_chat_methods(client):
     with pytest.raises(errors.InvalidRequest) as caught:
         client.detokenize([500])
     assert caught.value.param == "tokens"
-    rendered = client.call("RenderChat", preheat_pb2.RenderChatRequest(messages=json.dumps(
-        [{"role": "user", "content": "<|eot|>"}])))
+    rendered = client.call(
+        "RenderChat", preheat_pb2.RenderChatRequest(messages=json.dumps([{"role": "user", "content": "<|eot|>"}]))
+    )
     assert rendered.text == "user: <|eot|><|eot|>assistant: "
     assert list(rendered.token_ids) == [*b"user: <|eot|>", 258, *b"assistant: "]  # only the template's own is one
     for bad in ("{", "5", "[5]", "[" * 100_000):
@@ -195,7 +214,9 @@ def test_tokenizer_and_chat_methods(client):
 def test_reflection_describes_the_services(doors):
     with grpc.insecure_channel(doors.grpc.address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
-        assert {"jetstream_proto.Orchestrator", "preheat.v1.Preheat", "grpc.health.v1.Health"} <= set(database.get_services())
+        assert {"jetstream_proto.Orchestrator", "preheat.v1.Preheat", "grpc.health.v1.Health"} <= set(
+            database.get_services()
+        )
         file = database.FindFileContainingSymbol("jetstream_proto.DecodeRequest")
         message = next(message for message in file.message_type if message.name == "DecodeRequest")
         numbers = {field.name: field.number for field in message.field}
@@ -277,7 +298,9 @@ def test_health_follows_the_state():
         opened.orchestrator.open()
         assert next(watch).status == statuses.SERVING
         for service in ("", "jetstream_proto.Orchestrator", "preheat.v1.Preheat"):
-            assert stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT).status == statuses.SERVING
+            assert (
+                stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT).status == statuses.SERVING
+            )
         with pytest.raises(grpc.RpcError) as caught:
             stub.Check(health_pb2.HealthCheckRequest(service="nobody"), timeout=TIMEOUT)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
@@ -304,8 +327,10 @@ def test_api_keys():
 
 def test_tls():
     tls = ((TLS / "test_cert.pem").read_bytes(), (TLS / "test_key.pem").read_bytes())
-    with open_doors(http=False, tls=tls) as opened, Client(
-            opened.grpc.address, ca=TLS / "test_cert.pem", timeout=TIMEOUT) as client:
+    with (
+        open_doors(http=False, tls=tls) as opened,
+        Client(opened.grpc.address, ca=TLS / "test_cert.pem", timeout=TIMEOUT) as client,
+    ):
         assert client.generate("a", max_tokens=1).text == "b"
         with Client(opened.grpc.local_address, timeout=TIMEOUT) as local:  # of this machine and user only
             assert local.generate("a", max_tokens=1).text == "b"
@@ -318,14 +343,22 @@ def test_a_taken_port_is_a_start_error(doors):
 
 def test_generated_code_runs_with_the_oldest_dependencies():
     project = (ROOT / "pyproject.toml").read_text()
-    for package, pattern in [("grpcio", r"GRPC_GENERATED_VERSION = '([0-9.]+)'"), ("protobuf", r"Protobuf Python Version: ([0-9.]+)")]:
+    for package, pattern in [
+        ("grpcio", r"GRPC_GENERATED_VERSION = '([0-9.]+)'"),
+        ("protobuf", r"Protobuf Python Version: ([0-9.]+)"),
+    ]:
         oldest = re.search(rf'"{package}>=([0-9.]+)"', project)[1]
-        generated = {version for file in (ROOT / "protos").glob("*_pb2*.py") for version in re.findall(pattern, file.read_text())}
+        generated = {
+            version for file in (ROOT / "protos").glob("*_pb2*.py") for version in re.findall(pattern, file.read_text())
+        }
         assert generated and all(as_tuple(version) <= as_tuple(oldest) for version in generated)
 
 
 def test_all_our_fields_are_numbered_from_20():
-    for message, theirs in [(DecodeRequest, {4, 5, 6, 7, 8, 9, 10}), (orchestrator_pb2_grpc.protos_dot_orchestrator__pb2.DecodeResponse, {2, 3})]:
+    for message, theirs in [
+        (DecodeRequest, {4, 5, 6, 7, 8, 9, 10}),
+        (orchestrator_pb2_grpc.protos_dot_orchestrator__pb2.DecodeResponse, {2, 3}),
+    ]:
         numbers = {field.number for field in message.DESCRIPTOR.fields}
         assert {number for number in numbers if number < 20} == theirs
         assert all(field.has_presence or field.is_repeated for field in message.DESCRIPTOR.fields if field.number >= 20)

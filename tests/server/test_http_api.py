@@ -1,6 +1,7 @@
 """The HTTP routes, over real sockets: the ``openai`` package, and plain requests where that is too polite.
 
-The model: after each byte comes the next; after "q" comes "r" with probability 0.5, "s" with 0.3, "t" with 0.2; after "." EOS.
+The model: after each byte comes the next; after "q" comes "r" with probability 0.5, "s" with 0.3, "t" with 0.2; after
+"." EOS.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def test_completion_log_probs(api):
     assert (logprobs.tokens, logprobs.text_offset) == (["r"], [0])
     assert logprobs.token_logprobs == pytest.approx([math.log(0.5)], abs=1e-4)
     assert logprobs.top_logprobs[0] == pytest.approx(
-        {"r": math.log(0.5), "s": math.log(0.3), "t": math.log(0.2)}, abs=1e-4)
+        {"r": math.log(0.5), "s": math.log(0.3), "t": math.log(0.2)}, abs=1e-4
+    )
 
 
 def test_the_chosen_token_is_among_the_alternatives(api):
@@ -134,9 +136,12 @@ def test_offsets_within_a_character(api):
 def test_streamed_completion_equals_the_whole(http):
     body = {"prompt": ["abc", "q"], "max_tokens": 12, "n": 2, "seed": 3, "logprobs": 2, "echo": True, "temperature": 1}
     whole = http.post("/v1/completions", json=body).json()
-    chunks = events(http.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+    chunks = events(
+        http.post("/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    )
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"] | {
-        "prompt_tokens_details": chunks[-1]["usage"]["prompt_tokens_details"]}
+        "prompt_tokens_details": chunks[-1]["usage"]["prompt_tokens_details"]
+    }
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert len({chunk["id"] for chunk in chunks}) == 1
     for choice in whole["choices"]:
@@ -155,7 +160,9 @@ def test_stop_strings(api):
 def test_stop_tokens_and_min_tokens(api):
     answer = api.completions.create(model=NAME, prompt="a", max_tokens=20, extra_body={"stop_token_ids": [ord("d")]})
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("bc", "stop")
-    answer = api.completions.create(model=NAME, prompt=",", max_tokens=4, temperature=0, extra_body={"ignore_eos": True})
+    answer = api.completions.create(
+        model=NAME, prompt=",", max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
+    )
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 4
 
 
@@ -185,23 +192,36 @@ def test_chat(api):
 
 def test_chat_goes_on_until_eos(api):
     answer = api.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}])
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("".join(map(chr, range(33, 47))), "stop")
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+        "".join(map(chr, range(33, 47))),
+        "stop",
+    )
 
 
 def test_chat_log_probs(api):
     answer = api.chat.completions.create(
-        model=NAME, messages=CHAT, max_tokens=2, logprobs=True, top_logprobs=2, n=2, temperature=0)
+        model=NAME, messages=CHAT, max_tokens=2, logprobs=True, top_logprobs=2, n=2, temperature=0
+    )
     for choice in answer.choices:
         first, second = choice.logprobs.content
         assert (first.token, first.bytes, second.token) == ("!", [33], '"')
         assert first.logprob == pytest.approx(0, abs=1e-4)
         assert [len(token.top_logprobs) for token in (first, second)] == [2, 2]
-    assert api.chat.completions.create(model=NAME, messages=CHAT, max_tokens=1, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    assert (
+        api.chat.completions.create(model=NAME, messages=CHAT, max_tokens=1, logprobs=True)
+        .choices[0]
+        .logprobs.content[0]
+        .top_logprobs
+        == []
+    )
 
 
 def test_chat_streams(api):
-    chunks = list(api.chat.completions.create(
-        model=NAME, messages=CHAT, max_tokens=4, n=2, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        api.chat.completions.create(
+            model=NAME, messages=CHAT, max_tokens=4, n=2, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert chunks[-1].usage.completion_tokens == 8 and chunks[-1].choices == []
     for index in (0, 1):
         mine = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
@@ -212,10 +232,13 @@ def test_chat_streams(api):
 
 def test_async_client(doors):
     async def talk():
-        async with openai.AsyncOpenAI(base_url=f"{doors.http}/v1", api_key="unused", max_retries=0, timeout=30) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{doors.http}/v1", api_key="unused", max_retries=0, timeout=30
+        ) as client:
             whole, stream = await asyncio.gather(
                 client.completions.create(model=NAME, prompt="a", max_tokens=4),
-                client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4, stream=True))
+                client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=4, stream=True),
+            )
             return whole.choices[0].text, "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     assert asyncio.run(talk()) == ("bcde", '!"#$')
@@ -253,7 +276,9 @@ def test_state(http):
 def test_metrics_count_what_the_proxy_refuses(http):
     def value(outcome):
         lines = http.get("/metrics").text.splitlines()
-        return float(next(line for line in lines if line.startswith(f'preheat_requests_total{{outcome="{outcome}"}}')).split()[1])
+        return float(
+            next(line for line in lines if line.startswith(f'preheat_requests_total{{outcome="{outcome}"}}')).split()[1]
+        )
 
     before = value("invalid"), value("ok")
     http.post("/generate", json={"prompt": 5})  # refused by the proxy
@@ -266,20 +291,32 @@ def test_metrics_count_what_the_proxy_refuses(http):
 # Errors
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [
-    ("/generate", {}, "prompt"), ("/generate", {"prompt": None}, "prompt"), ("/generate", {"prompt": ["a"]}, "prompt"),
-    ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"), ("/v1/completions", {"prompt": "a", "n": 0}, "n"),
-    ("/v1/completions", {"prompt": [320]}, "prompt"), ("/v1/completions", {"prompt": []}, "prompt"),
-    ("/v1/completions", {"prompt": [[]]}, "prompt"), ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-    ("/v1/completions", {"prompt": "a", "logit_bias": {"320": 1}}, "logit_bias"),
-    ("/v1/completions", {"prompt": "a", "stop_token_ids": [320]}, "stop_token_ids"),
-    ("/v1/completions", {"prompt": "a" * MAX_LEN}, "prompt"), ("/v1/completions", {"prompt": "a", "max_tokens": MAX_LEN}, "max_tokens"),
-    ("/v1/chat/completions", {"messages": []}, "messages"), ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages"),
-    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "prompt"),
-    ("/tokenize", {}, "text"), ("/tokenize", {"text": "\ud800"}, "text"), ("/detokenize", {"tokens": ["a"]}, "tokens"),
-    ("/detokenize", {"tokens": [320]}, "tokens"),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {}, "prompt"),
+        ("/generate", {"prompt": None}, "prompt"),
+        ("/generate", {"prompt": ["a"]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "n"),
+        ("/v1/completions", {"prompt": [320]}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": [[]]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"320": 1}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [320]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a" * MAX_LEN}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": MAX_LEN}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "prompt"),
+        ("/tokenize", {}, "text"),
+        ("/tokenize", {"text": "\ud800"}, "text"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+        ("/detokenize", {"tokens": [320]}, "tokens"),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_name_the_field(http, path, body, param, stream):
     body = body | ({"stream": True} if stream else {})
@@ -290,17 +327,39 @@ def test_bad_requests_name_the_field(http, path, body, param, stream):
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
-@pytest.mark.parametrize("body", [
-    b"", b" ", b"{", b"[]", b"5", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b'{"prompt": Infinity}',
-    b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
-    '{"prompt": "a"}'.encode("utf-16"), b'{"prompt": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}", b'{"prompt": "\\ud800"}',
-    b'{"prompt": {"\\ud800": 1}}', b'{"\\udfff": 1}',
-], ids=lambda body: ascii(body[:24]))
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": Infinity}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": {"\\ud800": 1}}',
+        b'{"\\udfff": 1}',
+    ],
+    ids=lambda body: ascii(body[:24]),
+)
 def test_bodies_that_are_no_requests(http, body):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         answer = http.post(path, content=body)
         assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
-    assert http.post("/generate", json={"prompt": "a", "max_tokens": 1}).json() == {"response": "b"}  # the connection goes on
+    assert http.post("/generate", json={"prompt": "a", "max_tokens": 1}).json() == {
+        "response": "b"
+    }  # the connection goes on
 
 
 def test_nul_is_a_character(http):
@@ -311,7 +370,11 @@ def test_other_errors_have_the_envelope(http):
     missing = http.get("/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     wrong = http.get("/generate")
-    assert (wrong.status_code, wrong.json()["error"]["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (wrong.status_code, wrong.json()["error"]["code"], wrong.headers["allow"]) == (
+        405,
+        "method_not_allowed",
+        "POST",
+    )
     unknown = http.post("/v1/completions", json={"model": "other", "prompt": "a"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     large = http.post("/generate", content=b" " * (BODY_LIMIT + 1))
@@ -336,7 +399,12 @@ def test_openai_raises_its_own_types(api):
 
 def test_request_ids_are_echoed(http):
     for path in ("/generate", "/nothing"):
-        assert http.post(path, json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+        assert (
+            http.post(path, json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"}).headers[
+                "x-request-id"
+            ]
+            == "mine"
+        )
     made = {http.post("/generate", json={"prompt": "a", "max_tokens": 1}).headers["x-request-id"] for _ in range(2)}
     assert len(made) == 2
     assert http.get("/health", headers={"x-request-id": "x" * 1000}).headers["x-request-id"] != "x" * 1000
@@ -344,14 +412,38 @@ def test_request_ids_are_echoed(http):
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=8)
-FIELDS = ["prompt", "messages", "max_tokens", "n", "temperature", "top_p", "top_k", "stop", "seed", "logprobs", "logit_bias", "stream",
-          "stop_token_ids", "echo", "top_logprobs", "min_tokens", "stream_options", "response_format", "model", "tools"]
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = [
+    "prompt",
+    "messages",
+    "max_tokens",
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "seed",
+    "logprobs",
+    "logit_bias",
+    "stream",
+    "stop_token_ids",
+    "echo",
+    "top_logprobs",
+    "min_tokens",
+    "stream_options",
+    "response_format",
+    "model",
+    "tools",
+]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(path=st.sampled_from(["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
-       body=JSON_VALUES | st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=5))
+@given(
+    path=st.sampled_from(["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+    body=JSON_VALUES | st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=5),
+)
 def test_no_body_is_a_fault_of_ours(http, path, body):
     base = {"prompt": "a", "messages": CHAT, "text": "a", "tokens": [97], "max_tokens": 2}
     for sent in (body, base | body if isinstance(body, dict) else body):

@@ -1,4 +1,5 @@
-"""The proxy's life: starting, draining, clients that leave or do not read, keys, TLS, several upstreams, death of its server."""
+"""The proxy's life: starting, draining, clients that leave or do not read, keys, TLS, several upstreams, death of its
+server."""
 
 from __future__ import annotations
 
@@ -69,7 +70,12 @@ def test_an_upstream_that_is_not_there():
             with httpx.Client(base_url=f"http://127.0.0.1:{proxy.port}", timeout=TIMEOUT) as http:
                 assert http.get("/health").json() == {"status": "ok", "state": "connecting"}  # it may still come
                 assert http.get("/ready").json()["state"] == "connecting"
-                for answer in (http.post("/generate", json={"prompt": "a"}), http.get("/v1/models"), http.get("/metrics"), http.get("/warmup")):
+                for answer in (
+                    http.post("/generate", json={"prompt": "a"}),
+                    http.get("/v1/models"),
+                    http.get("/metrics"),
+                    http.get("/warmup"),
+                ):
                     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
                     assert "retry-after" in answer.headers
         finally:
@@ -92,8 +98,12 @@ def test_a_client_that_leaves_cancels(doors_for_cancel, path, stream):
     before = outcome(doors, "cancelled")
     calls = 2 if path == "/v1/completions" else 1  # one for each prompt
     gate = doors.engine.gate("generate")
-    body = {"prompt": ["a", "b"] if path == "/v1/completions" else "a", "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 20, "stream": stream}
+    body = {
+        "prompt": ["a", "b"] if path == "/v1/completions" else "a",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 20,
+        "stream": stream,
+    }
     with httpx.Client(base_url=doors.http, timeout=TIMEOUT) as http:
         if stream:
             with http.stream("POST", path, json=body) as answer:
@@ -138,7 +148,10 @@ def test_a_full_queue():
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(refused.headers["retry-after"]) >= 1
             gate.open()
-            assert "".join(json.loads(line[6:])["response"] for line in running.iter_lines() if line.startswith("data: {")) == "bcdefghij"
+            assert (
+                "".join(json.loads(line[6:])["response"] for line in running.iter_lines() if line.startswith("data: {"))
+                == "bcdefghij"
+            )
         gate = doors.engine.gate("generate")
         # Of two prompts only one fits: neither runs.
         assert http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 9}).status_code == 429
@@ -155,11 +168,16 @@ def test_a_timeout():
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up():
-    with open_doors(Table({97: {98: 1.0}, 98: {97: 1.0}})) as doors, httpx.Client(base_url=doors.http, timeout=TIMEOUT) as http:
+    with (
+        open_doors(Table({97: {98: 1.0}, 98: {97: 1.0}})) as doors,
+        httpx.Client(base_url=doors.http, timeout=TIMEOUT) as http,
+    ):
         body = json.dumps({"prompt": [[97]] * 8, "max_tokens": 60, "logprobs": 5, "stream": True, "n": 2}).encode()
         host, port = doors.http.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as raw:
-            raw.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            raw.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+            )
             until(lambda: outcome(doors, "ok") == 8)
             assert http.post("/generate", json={"prompt": "a", "max_tokens": 1}).json() == {"response": "b"}
 
@@ -172,9 +190,19 @@ def test_api_keys_over_http():
             headers = {"authorization": key}
             assert http.post("/generate", json={"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
             assert http.get("/v1/models", headers=headers).status_code == 200
-        for headers in ({}, {"authorization": "k1"}, {"authorization": "Bearer k"}, {"authorization": "Bearer k11"},
-                        {"authorization": "Basic k1"}, {"authorization": "Bearer"}, {"authorization": b"Bearer \xff"}):
-            for answer in (http.post("/generate", content=b"{", headers=headers), http.get("/v1/models", headers=headers)):
+        for headers in (
+            {},
+            {"authorization": "k1"},
+            {"authorization": "Bearer k"},
+            {"authorization": "Bearer k11"},
+            {"authorization": "Basic k1"},
+            {"authorization": "Bearer"},
+            {"authorization": b"Bearer \xff"},
+        ):
+            for answer in (
+                http.post("/generate", content=b"{", headers=headers),
+                http.get("/v1/models", headers=headers),
+            ):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
                 assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -197,7 +225,16 @@ def test_a_taken_port():
 
 def test_several_upstreams_share_the_load_and_stand_in():
     with open_doors(http=False) as one, open_doors(http=False) as two:
-        command = [sys.executable, "-m", "server", "proxy", "--http-port", "0", "--upstream", f"{one.grpc.address},{two.grpc.address}"]
+        command = [
+            sys.executable,
+            "-m",
+            "server",
+            "proxy",
+            "--http-port",
+            "0",
+            "--upstream",
+            f"{one.grpc.address},{two.grpc.address}",
+        ]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as proxy:
             try:
                 line = next(line for line in proxy.stderr if "serving HTTP on" in line)
@@ -234,7 +271,8 @@ def test_the_proxy_ends_when_its_server_is_killed():
         "from server.proxy import process\n"
         "proxy = process.start(ServeConfig(http_port=0), '127.0.0.1:1')\n"
         "print(proxy.port, proxy.pid, flush=True)\n"
-        "time.sleep(60)\n")
+        "time.sleep(60)\n"
+    )
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         port, pid = server.stdout.readline().split()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT) as http:
@@ -264,10 +302,14 @@ def test_secrets_are_not_on_the_command_line():
 
 
 def test_merged_metrics_say_whose_they_are():
-    text = "# HELP a_total of a\n# TYPE a_total counter\na_total{x=\"1\"} 2.0\n"
+    text = '# HELP a_total of a\n# TYPE a_total counter\na_total{x="1"} 2.0\n'
     assert merge({"h:1": text}) == text
     assert merge({"h:1": text, "h:2": text}).splitlines() == [
-        "# HELP a_total of a", "# TYPE a_total counter", 'a_total{upstream="h:1",x="1"} 2.0', 'a_total{upstream="h:2",x="1"} 2.0']
+        "# HELP a_total of a",
+        "# TYPE a_total counter",
+        'a_total{upstream="h:1",x="1"} 2.0',
+        'a_total{upstream="h:2",x="1"} 2.0',
+    ]
 
 
 def test_the_served_name_is_what_clients_see():

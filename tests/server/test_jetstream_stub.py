@@ -63,10 +63,20 @@ print(json.dumps({
 def test_jetstreams_client_works_unchanged(tmp_path):
     (tmp_path / "facts.proto").write_text(PROTO)
     (tmp_path / "client.py").write_text(CLIENT)
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--grpc_python_out=.", "facts.proto"],
-                   cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--grpc_python_out=.", "facts.proto"],
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
     with open_doors(http=False) as doors:
-        done = subprocess.run([sys.executable, "client.py", doors.grpc.address], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "client.py", doors.grpc.address], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "live": True, "text": ["cde", [99, 100, 101]], "ids": ["", [99, 100, 101]], "samples": ["cd", [99, 100]]}
+        "live": True,
+        "text": ["cde", [99, 100, 101]],
+        "ids": ["", [99, 100, 101]],
+        "samples": ["cd", [99, 100]],
+    }
