@@ -14,6 +14,7 @@ import pytest
 from tests.warmup import toy
 from warmup.errors import DonationLost, WarmupError
 from warmup.manual import use_persistent_cache
+from warmup.prepare import touch_lanes
 
 REPO = Path(__file__).resolve().parents[2]
 NAMES = ["init_state", "init_prefix", "prefill/16", "prefill/32", "insert", "generate/1", "generate/2"]
@@ -94,6 +95,14 @@ def test_a_touch_run_that_fails_is_an_error_by_name_and_nothing_is_stored(root, 
     with pytest.raises(WarmupError, match="program insert failed to run: RuntimeError: broken touch"):
         toy.warm(mode, root, break_touch="insert")
     assert toy.warm("aot", root)["sources"] == dict.fromkeys(NAMES, "compiled")
+
+
+def test_prefill_and_the_owner_of_the_state_are_touched_side_by_side():
+    lanes = touch_lanes(toy.ToyEngine().programs(), 2)
+    assert [[program.name for program in lane] for lane in lanes] == [
+        ["init_state", "init_prefix", "insert", "generate/1", "generate/2"], ["prefill/16", "prefill/32"],
+    ]
+    assert len(touch_lanes(toy.ToyEngine().programs(), 1)) == 1
 
 
 def test_the_report_of_a_start_names_sources_and_bytes(root):

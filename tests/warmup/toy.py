@@ -60,7 +60,8 @@ class ToyEngine:
         self.abstract_state = State(self._abstract(self.config.kv_pages, HIDDEN), self._abstract(dtype=jnp.int32))
         self.abstract_prefix = self._abstract(self.config.prefix_capacity, HIDDEN)
         self._executables: Mapping[str, Callable] = {}
-        self.weights = self.state = self.prefix = None
+        self.weights = self.state = None
+        self.prefixes: list = []
 
     def _abstract(self, *shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
@@ -132,7 +133,7 @@ class ToyEngine:
 
     def allocate(self) -> None:
         self.state = self.call("init_state")
-        self.prefix = self.call("init_prefix")
+        self.prefixes = [self.call("init_prefix") for _ in range(2)]
 
     def call(self, name: str, *arguments):
         return self._executables[name](*arguments)
@@ -145,12 +146,12 @@ class ToyEngine:
             case "init_state" | "init_prefix":
                 pass
             case "insert":
-                self.state = self.call(name, self.state, self.prefix)
+                self.state = self.call(name, self.state, self.prefixes[0])
             case "prefill":
-                self.prefix, _ = self.call(name, self.prefix, self.weights, self.put(np.zeros(int(size), np.int32)))
+                self.prefixes[1], _ = self.call(name, self.prefixes[1], self.weights, self.put(np.zeros(int(size), np.int32)))
             case "generate":
                 self.state, _ = self.call(name, self.state, self.weights, self.put(np.zeros(int(size), np.int32)))
-        jax.block_until_ready((self.state, self.prefix))
+        jax.block_until_ready(self.prefixes[1] if kind == "prefill" else self.state)
 
     def tokens(self) -> list[float]:
         """Three steps of each batch size from an empty state: 8, 16, 24 and then, two rows, 24 + 32 = 56..."""
