@@ -2,29 +2,34 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+ARGS ?=
 
-.PHONY: serve test protos golden clean
+.PHONY: serve test protos clean
 
-serve: $(STAMP)
+# Serves the default model: HTTP on 8000, gRPC on 9000. ARGS are options of `preheat serve`.
+serve: $(VENV)/.serve
 	$(BIN)/preheat serve $(ARGS)
 
-test: $(STAMP)
+# The whole test suite. ARGS are options of pytest.
+test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
 
-# The editable install follows the sources; it is made anew only when the dependencies change.
-$(STAMP): pyproject.toml
+# The installation follows the sources; it is made anew only when the dependencies change.
+$(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+
+$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-# Regenerates the committed *_pb2*.py files, with the oldest grpcio-tools that pyproject.toml allows: generated code refuses to
-# run with a grpcio or protobuf older than what generated it.
-protos:
-	$(PYTHON) -m venv build/protos
-	build/protos/bin/python -m pip install --quiet grpcio-tools==1.80.0
-	build/protos/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@ $(VENV)/.serve
+
+# Regenerates the committed protos/*_pb2*.py.
+protos: $(VENV)/.test
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/orchestrator.proto protos/preheat.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info
