@@ -69,7 +69,7 @@ class Field:
     check: Check
 
 
-Table = Mapping[str, Field]
+Table = dict[str, Field]  # never changed
 
 
 _UNGUIDED = "is not supported by this server"  # the guided_* fields

@@ -73,7 +73,7 @@ class Server(Protocol):
     request_timeout: float | None
     proof_key: str
     warmup_report: Callable[[], Mapping[str, Any]]
-    workers: concurrent.futures.Executor
+    workers: concurrent.futures.ThreadPoolExecutor
 
     @property
     def state(self) -> str: ...

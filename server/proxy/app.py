@@ -265,8 +265,9 @@ class Answer:
             for choice in choices:
                 for chunk in self._shape.chunks(choice.take()):
                     yield chunk
-        if (chunk := self._shape.usage_chunk(self._usage)) is not None:
-            yield chunk
+        last = self._shape.usage_chunk(self._usage)
+        if last is not None:
+            yield last
 
 
 def _decode_requests(parsed: RequestFields) -> list[DecodeRequest]:
