@@ -27,9 +27,12 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/.serve
 
-# Regenerates the committed protos/*_pb2*.py.
-protos: $(VENV)/.test
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/orchestrator.proto protos/preheat.proto
+# Regenerates the committed protos/*_pb2*.py with the oldest grpcio-tools that pyproject.toml allows: what a newer one generates
+# refuses to run with the older grpcio and protobuf that are allowed too.
+protos:
+	$(PYTHON) -m venv build/protos
+	build/protos/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0
+	build/protos/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/orchestrator.proto protos/preheat.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -17,7 +17,7 @@ from front_doors import MAX_LEN, NAME, open_doors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.mock import Table
+from engine.mock import Script, Table
 from server.proxy.http import BODY_LIMIT
 
 EOS = 257
@@ -449,3 +449,30 @@ def test_no_body_is_a_fault_of_ours(http, path, body):
     for sent in (body, base | body if isinstance(body, dict) else body):
         answer = http.post(path, content=json.dumps(sent).encode())
         assert answer.status_code in (200, 400, 404, 429), (sent, answer.text)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    tokens=st.lists(st.sampled_from([0x61, 0x62, 0x20, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xFF, 256, 300]), max_size=24),
+    stops=st.lists(st.text(alphabet="ab é€", min_size=1, max_size=3), max_size=3),
+)
+def test_the_joined_stream_is_the_text(doors, http, tokens, stops):
+    """Of any tokens, whole characters or not, control tokens and ids that no tokenizer knows, with any stop strings."""
+    prompt = [1]
+    text = bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+    found = [text.index(stop) for stop in stops if stop in text]
+    rule, doors.engine.rule = doors.engine.rule, Script({tuple(prompt): tokens})
+    try:
+        body = {"prompt": prompt, "max_tokens": 40, "stop": stops, "temperature": 0}
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]
+        chunks = events(http.post("/v1/completions", json=body | {"stream": True}))
+    finally:
+        doors.engine.rule = rule
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+    assert whole["finish_reason"] == "stop"
+    if not found:
+        assert whole["text"] == text
+    else:
+        # Cut where a stop string begins; of several, the one that was complete first wins.
+        assert len(whole["text"]) in found and text.startswith(whole["text"])
+        assert not any(stop in whole["text"] for stop in stops)
