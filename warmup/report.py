@@ -86,6 +86,7 @@ class WarmupReport:
         self._total: float | None = None
         self._began: float | None = None  # when warming began
         self._touching: float | None = None  # when the first touch-run began
+        self._touch_seconds = 0.0
 
     # Written by warmup.
 
@@ -117,6 +118,8 @@ class WarmupReport:
             row = self._programs[name]
             row.seconds_run = seconds
             row.touched = True
+            if self._touching is not None:
+                self._touch_seconds = self._clock() - self._touching
 
     def set_stage(self, stage: Stage, seconds: float) -> None:
         """How long a stage of the start took; stages may overlap."""
@@ -150,6 +153,11 @@ class WarmupReport:
     @property
     def state(self) -> State:
         return self._state
+
+    @property
+    def touch_seconds(self) -> float:
+        """From the beginning of the touch-runs to the end of the last; less than their sum, for some run side by side."""
+        return self._touch_seconds
 
     @property
     def programs(self) -> tuple[ProgramReport, ...]:

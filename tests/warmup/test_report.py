@@ -52,6 +52,7 @@ def test_states_progress_and_eta(clock):
     clock.now += 1
     report.touched("a", 1.0)
     report.touched("b", 0.5)
+    assert report.touch_seconds == 1
     snapshot = report.snapshot()
     assert (snapshot["done"], snapshot["total"], snapshot["eta_seconds"]) == (2, 4, 1)  # 1 s for two, two to go
     clock.now += 2

@@ -1,0 +1,98 @@
+"""How long a start takes: cold, with JAX's persistent cache, and with ahead-of-time executables.
+
+``python -m benchmarks.warmup [--model M] [--chart warmup.png]`` runs four starts, each in a process of its own, on a cache made for the
+occasion: manual (cold, then again) and aot (cold, then again), up to where every program has run once. It prints a table of
+the stages, the compile counters and the ratios that the project promises, and draws the timeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STARTS = (("manual, cold", "manual"), ("manual, again", "manual"), ("aot, cold", "aot"), ("aot, again", "aot"))
+
+
+def child(mode: str, cache: Path, model: str) -> None:
+    """One start. Prints its numbers as a line of JSON."""
+    began = time.monotonic()
+    from server.config import ServeConfig
+    from server.startup import open_model, warm_engine
+    from warmup.guard import Guard
+    from warmup.report import WarmupReport
+
+    imported = time.monotonic() - began
+    with Guard() as guard:
+        report = WarmupReport(mode, guard=guard, started=began)
+        config = ServeConfig(model=model, warmup=mode, warmup_cache=cache)
+        warm_engine(config, open_model(config), report, guard)
+        report.ready()
+        counts = guard.counts("startup")
+        snapshot = report.snapshot()
+    startup, rows = snapshot["startup"], snapshot["programs"]
+    print(json.dumps({
+        "import": imported, "weights": startup["seconds_weights"], "programs": startup["seconds_programs"],
+        "touch": report.touch_seconds, "total": startup["seconds_total"], "count": len(rows),
+        "traces": counts.traces, "lowerings": counts.lowerings, "compiles": counts.compiles,
+    }))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--chart", type=Path, help="write the timeline as a PNG")
+    parser.add_argument("--child", nargs=2, metavar=("MODE", "CACHE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child[0], Path(arguments.child[1]), arguments.model)
+        return
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, mode in STARTS:
+            command = [sys.executable, "-m", "benchmarks.warmup", "--model", arguments.model, "--child", mode, f"{folder}/cache"]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            results[name] = json.loads(done.stdout.splitlines()[-1])
+    columns = ("import", "weights", "programs", "touch", "total", "traces", "compiles")
+    print("| start | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 1))
+    for name, result in results.items():
+        cells = [f"{result[column]:.2f}" if isinstance(result[column], float) else str(result[column]) for column in columns]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    again, cold = results["aot, again"], results["aot, cold"]
+    ideal = again["import"] + max(again["weights"], again["programs"]) + again["touch"]
+    print(f"\nprograms, aot again / cold: {again['programs'] / cold['programs']:.3f} (at most 0.05)")
+    print(f"total / (import + longer of weights and programs + touch): {again['total'] / ideal:.2f} (at most 1.15)")
+    if arguments.chart:
+        chart(results, arguments.chart)
+
+
+def chart(results: dict[str, dict[str, float]], path: Path) -> None:
+    """The timeline: weights load beside the programs, touch runs follow both."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 3.5), layout="constrained")
+    for row, result in enumerate(results.values()):
+        after = result["import"] + max(result["weights"], result["programs"])
+        bars = (("import", 0, result["import"], 0, "C7"), ("programs", result["import"], result["programs"], -0.2, "C0"),
+                ("weights", result["import"], result["weights"], 0.2, "C2"), ("touch", after, result["touch"], 0, "C1"))
+        for label, left, width, offset, color in bars:
+            half = offset != 0
+            axes.barh(row + offset, width, 0.4 if half else 0.8, left, color=color, label=label if row == 0 else None)
+    axes.set_yticks(range(len(results)), results.keys())
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds from the start of the process")
+    axes.legend(ncols=4, loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
