@@ -133,6 +133,7 @@ class GenerateWorker:
         if not rows:
             return None
         at = self._shared.clock()
+        self._shared.turns.stepping()
         step = self._engine.generate([Row(row.slot, row.page) for row in rows])
         self._shared.turns.stepped()
         self._shared.metrics.batch_size.observe(len(rows))

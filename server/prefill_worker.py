@@ -66,13 +66,18 @@ class PrefillWorker:
         if sequence.shared_pages and not self._fetch(sequence, epoch, prefix):
             return False
         while True:
-            chunk = self._next_chunk(sequence, epoch)
-            if chunk is None:
+            if not shared.turns.take():
                 return False
-            step = self._engine.prefill(
-                prefix, chunk.tokens, chunk.start, sampling, last=chunk.last, next_token=chunk.next_token,
-                prompt_logprobs=scores, **(extra if chunk.last else {}),
-            )  # fmt: skip
+            try:
+                chunk = self._next_chunk(sequence, epoch)
+                if chunk is None:
+                    return False
+                step = self._engine.prefill(
+                    prefix, chunk.tokens, chunk.start, sampling, last=chunk.last, next_token=chunk.next_token,
+                    prompt_logprobs=scores, **(extra if chunk.last else {}),
+                )  # fmt: skip
+            finally:
+                shared.turns.dispatched()
             if live.counted:
                 shared.metrics.prefilled_tokens.inc(len(chunk.tokens))
             if scores:
@@ -99,9 +104,7 @@ class PrefillWorker:
         return fetch.done
 
     def _next_chunk(self, sequence: Sequence, epoch: int) -> Chunk | None:
-        """Waits for a turn. `None`: the sequence is not to be prefilled any more."""
-        if not self._shared.turns.take():
-            return None
+        """`None`: the sequence is not to be prefilled any more."""
         with self._shared.lock:
             if not self._shared.scheduler.current(sequence, epoch):
                 return None
@@ -139,7 +142,7 @@ class PrefillWorker:
                 if output.ending is not None:
                     shared.outputs.put([output], force=True)
                 return False
-            shared.turns.stepped()
+            shared.turns.expect()
             shared.inbox.append(Insert(live, sequence, epoch, prefix, step, output if output.ending else None))
             shared.work.notify()
         return True

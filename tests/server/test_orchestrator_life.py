@@ -81,7 +81,7 @@ def test_cancel_while_the_first_token_is_read():
 
 def test_cancel_between_prefill_and_insert():
     with serving() as server:
-        hold = server.engine.gate("generate")
+        hold = server.engine.gate("read", lambda call: call.step == 2)
         bystander = server.submit(BYSTANDER, 6)[1]
         assert hold.arrived()  # the owner is busy: an insert has to wait
         ticket, recorder = server.submit(b"hello", 5)
@@ -110,13 +110,17 @@ def test_cancel_in_insert():
 @pytest.mark.parametrize("verb", ["generate", "read"])
 def test_cancel_in_decode(verb):
     with serving() as server:
+        hold = server.engine.gate("read", lambda call: call.step == 2)
         bystander = server.submit(BYSTANDER, 30)[1]
-        assert bystander.first.wait(WAIT)
+        assert hold.arrived()
         ticket, recorder = server.submit(b"hello", 40)
-        assert recorder.first.wait(WAIT)
-        gate = server.engine.gate(verb)
-        assert gate.arrived()
+        assert recorder.first.wait(WAIT)  # inserted as soon as the owner goes on
+        gate = server.engine.gate(verb, lambda call: call.slots == (0, 1) or call.step == 5)
+        hold.open()
+        assert gate.arrived()  # the first step with both rows is dispatched (it is read), or about to be
         ticket.cancel()
+        freed_but_for = server.gauges()[:3]
+        assert freed_but_for == (1, 0, 1)
         gate.open()
         assert isinstance(recorder.wait().error, Cancelled)
         assert letters(b"hello", 40).startswith(recorder.text())
@@ -173,15 +177,16 @@ def test_cancel_from_a_sink():
         freed(server)
 
 
-def test_cancelling_one_of_several_samples_requests_frees_all_of_them():
-    with serving(slots=4) as server:
-        gate = server.engine.gate("generate", lambda call: len(call.slots) == 3)
-        ticket, recorder = server.submit(b"hello", 40, n=3)
-        assert gate.arrived()
+def test_cancelling_frees_all_samples_whatever_their_stages():
+    with serving(slots=2) as server:
+        gate = server.engine.gate("generate")
+        ticket, recorder = server.submit(b"hello", 40, n=4)
+        assert gate.arrived()  # one decodes, one is in prefill, two wait
         ticket.cancel()
         freed(server)
         gate.open()
         assert isinstance(recorder.wait().error, Cancelled)
+        prefixes_are_back(server)
 
 
 # Deadlines
@@ -275,16 +280,31 @@ def test_priority_goes_first_and_equals_in_order():
         assert order == b"abcd"
 
 
+def in_company(server, recorders) -> None:
+    """The owner reads on only as the others arrive, so that all of them decode at once, whatever the machine's mood."""
+    awaited = list(recorders)
+
+    def wait(call) -> bool:
+        if awaited and threading.current_thread().name == "preheat-generate":
+            assert awaited.pop(0).first.wait(WAIT)
+        return False
+
+    server.engine.gate("read", wait)
+
+
 def test_put_back_under_page_pressure_gives_the_same_tokens():
     prompts = [bytes([97 + index]) * 7 for index in range(4)]
     with serving(slots=4, page_size=4, kv_pages=13, max_len=32, max_queue=8) as server:
-        recorders = [server.submit(prompt, 22, sampling=SamplingParams(logprobs=True))[1] for prompt in prompts]
+        recorders = [Recorder() for _ in prompts]
+        in_company(server, recorders[1:3])
+        for prompt, recorder in zip(prompts, recorders, strict=True):
+            server.submit(prompt, 22, sampling=SamplingParams(logprobs=True), sink=recorder)
         for prompt, recorder in zip(prompts, recorders, strict=True):
             assert recorder.ok().text() == letters(prompt, 22)
             assert recorder.usage.completion_tokens == 22
             assert sum(len(delta.logprobs) for delta in recorder.deltas) == 22
-        prefills = [call for call in server.engine.calls if call.verb == "prefill" and call.start + len(call.tokens) > 7]
-        assert prefills  # somebody was put back: generated tokens were prefilled
+        # Three of them need 21 pages of the 12 there are, so generated tokens were prefilled.
+        assert [call for call in server.engine.calls if call.verb == "prefill" and call.start + len(call.tokens) > 7]
         assert server.metrics.value("preheat_generated_tokens_total") == 88
         freed(server)
 
@@ -295,7 +315,10 @@ def test_put_back_keeps_penalties_and_min_tokens():
 
     def texts(**config) -> list[str]:
         with serving(rule, slots=3, page_size=4, max_len=32, max_queue=8, **config) as server:
-            recorders = [server.submit(bytes([65 + index]) * 6, 20, sampling=sampling)[1] for index in range(3)]
+            recorders = [Recorder() for _ in range(3)]
+            in_company(server, recorders[1:])
+            for index, recorder in enumerate(recorders):
+                server.submit(bytes([65 + index]) * 6, 20, sampling=sampling, sink=recorder)
             found = [recorder.ok().text() for recorder in recorders]
             put_back = [call for call in server.engine.calls if call.verb == "prefill" and call.start + len(call.tokens) > 6]
             assert bool(put_back) == bool(config)
@@ -307,15 +330,17 @@ def test_put_back_keeps_penalties_and_min_tokens():
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk_at_most():
     with serving(max_len=256, prefill_chunk=16) as server:
+        hold = server.engine.gate("read", lambda call: call.step == 2)
         stream = server.submit(BYSTANDER, 100)[1]
-        assert stream.first.wait(WAIT)
+        assert hold.arrived()
         long = server.submit(b"z" * 200, 3)[1]
+        hold.open()
         stream.ok(), long.ok()
-        verbs = [call.verb for call in server.engine.calls if call.verb in ("prefill", "generate")]
-        begin, end = verbs.index("generate"), len(verbs) - verbs[::-1].index("prefill")
-        pairs = zip(verbs[begin:end], verbs[begin + 1 : end], strict=False)
-        assert ("prefill", "prefill") not in pairs
-        assert verbs.count("prefill") == 1 + 13
+        calls = [call for call in server.engine.calls if call.verb in ("prefill", "generate")]
+        steps_of_stream = [index for index, call in enumerate(calls) if 0 in call.slots][:99]
+        while_it_ran = " ".join(call.verb for call in calls[steps_of_stream[0] : steps_of_stream[-1]])
+        assert "prefill prefill" not in while_it_ran
+        assert sum(call.verb == "prefill" for call in calls) == 1 + 13
 
 
 # Faults
