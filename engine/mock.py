@@ -1,17 +1,18 @@
 """An engine without JAX whose every token can be computed by hand.
 
-It has the verbs of `engine.api.Engine` and honours what they stand on. A *cell* stands for the keys and values of one position:
-the token, its position, and a digest of everything before it, because real keys and values depend on all of that too. Cells
-move as they do in the real engine: `prefill` appends to a prefix, `insert` copies the prefix into pages of the pool, `fetch`
-copies pages back into a prefix, and `generate` writes one cell through the slot's page table, reads the whole sequence back
-from the pages and asks a *rule* what follows. So a wrong page table, a page given away too early, a shared page with other
-content or a missing fetch is seen: it is recorded in ``violations`` and raised as `Misuse`.
+It has the verbs of `engine.api.Engine` and honours what they stand on. A *cell* stands for the keys and values of one
+position: the token, its position, and a digest of everything before it, because real keys and values depend on all of
+that too. Cells move as they do in the real engine: `prefill` appends to a prefix, `insert` copies the prefix into pages
+of the pool, `fetch` copies pages back into a prefix, and `generate` writes one cell through the slot's page table,
+reads the whole sequence back from the pages and asks a *rule* what follows. So a wrong page table, a page given away
+too early, a shared page with other content or a missing fetch is seen: it is recorded in ``violations`` and raised as
+`Misuse`.
 
-A rule is a function from all tokens so far to the probabilities of the next one, and tokens are chosen by a plain numpy sampler
-that follows `SamplingParams`, with a random key of seed, sample and position: both in ``engine/mock_rules.py``.
+A rule is a function from all tokens so far to the probabilities of the next one, and tokens are chosen by a plain numpy
+sampler that follows `SamplingParams`, with a random key of seed, sample and position: both in ``engine/mock_rules.py``.
 
-Tests steer it with `gate` (a verb stops until the test lets it go on) and `fault` (a verb raises); both may pick calls by what
-they are about. ``step_seconds`` makes `read` take time, by a ``sleep`` that can be replaced.
+Tests steer it with `gate` (a verb stops until the test lets it go on) and `fault` (a verb raises); both may pick calls
+by what they are about. ``step_seconds`` makes `read` take time, by a ``sleep`` that can be replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.mock_rules import Rule, Script, Table, choose, digest, successor
 
 __all__ = [
-    "Call", "Gate", "Misuse", "MockEngine", "Rule", "Script", "Table", "digest", "mock_config", "mock_model", "successor",
+    "Call", "Gate", "Misuse", "MockEngine", "Rule", "Script", "Table", "digest", "mock_config", "mock_model",
+    "successor",
 ]  # fmt: skip
 
 UNLISTED = 1e-9  # probability of each token that a rule does not name, so that every log-prob is finite
@@ -186,7 +188,9 @@ class MockEngine:
             if isinstance(hook, Gate):
                 hook.open()
 
-    def fault(self, verb: str, error: Exception, *, times: int = 1, when: Callable[[Call], bool] = lambda call: True) -> None:
+    def fault(
+        self, verb: str, error: Exception, *, times: int = 1, when: Callable[[Call], bool] = lambda call: True
+    ) -> None:
         """Makes the next ``times`` calls of ``verb`` raise ``error`` before they do anything."""
         remaining = [times]
 
@@ -280,7 +284,9 @@ class MockEngine:
                 else:
                     self._pages[page][offset] = cell
         token = int(first.results.tokens[0])
-        self._slots[slot] = _Slot(table, length, token, sampling, self._counts(generated) + collections.Counter([token]))
+        self._slots[slot] = _Slot(
+            table, length, token, sampling, self._counts(generated) + collections.Counter([token])
+        )
 
     def fetch(self, prefix: MockPrefix, pages: np.ndarray, tokens: np.ndarray) -> None:
         self._own("fetch")
@@ -320,7 +326,8 @@ class MockEngine:
 
     def read_prompt(self, step: MockStep) -> TokenResults:
         self._enter(Call("read_prompt", step=step.serial))
-        self._check(step.prompt is not None, "read_prompt of a step without prompt log-probs")
+        if step.prompt is None:
+            raise self._misuse("read_prompt of a step without prompt log-probs")
         return step.prompt
 
     # Inside
@@ -334,14 +341,19 @@ class MockEngine:
         index, offset = divmod(slot.length, self.config.page_size)
         if index == len(slot.pages):
             slot.pages.append(row.page)
-        self._check(slot.pages[index] == row.page, f"position {slot.length} is in page {slot.pages[index]}, not {row.page}")
-        stored = [self._pages[page][place] for page in slot.pages for place in range(self.config.page_size)][: slot.length]
+        self._check(
+            slot.pages[index] == row.page, f"position {slot.length} is in page {slot.pages[index]}, not {row.page}"
+        )
+        stored = [self._pages[page][place] for page in slot.pages for place in range(self.config.page_size)][
+            : slot.length
+        ]
         cells: list[Cell] = []
         for position, cell in enumerate(stored):
             if cell is not None:
                 _append(cells, cell.token)
             self._check(
-                cell is not None and cell == cells[-1], f"slot {row.slot}, position {position}: another sequence's content"
+                cell is not None and cell == cells[-1],
+                f"slot {row.slot}, position {position}: another sequence's content",
             )
         _append(cells, slot.token)
         self._pages[row.page][offset] = cells[-1]
@@ -385,7 +397,9 @@ class MockEngine:
 
     def _ids(self, tokens: np.ndarray) -> tuple[int, ...]:
         ids = tuple(int(token) for token in tokens)
-        self._check(all(0 <= token < self.model.vocab_size for token in ids), f"token ids beyond the vocabulary in {ids}")
+        self._check(
+            all(0 <= token < self.model.vocab_size for token in ids), f"token ids beyond the vocabulary in {ids}"
+        )
         return ids
 
     def _next_serial(self) -> int:
@@ -406,8 +420,11 @@ class MockEngine:
 
     def _check(self, holds: bool, violation: str) -> None:
         if not holds:
-            self.violations.append(violation)
-            raise Misuse(violation)
+            raise self._misuse(violation)
+
+    def _misuse(self, violation: str) -> Misuse:
+        self.violations.append(violation)
+        return Misuse(violation)
 
 
 def _results(rows: Sequence[tuple[int, np.ndarray]]) -> TokenResults:

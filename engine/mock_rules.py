@@ -32,7 +32,8 @@ def digest(tokens: Sequence[int]) -> Mapping[int, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Next-token probabilities that depend on the last token only; a token without a row is followed by ``otherwise``."""
+    """Next-token probabilities that depend on the last token only; a token without a row is followed by
+    ``otherwise``."""
 
     rows: Mapping[int, Mapping[int, float]]
     otherwise: Mapping[int, float] = dataclasses.field(default_factory=lambda: {257: 1.0})
@@ -66,8 +67,8 @@ def choose(
 ) -> int:
     """Chooses a token as `SamplingParams` says, one plain step after the other.
 
-    Penalties are OpenAI's (presence, frequency) and of CTRL (repetition: arXiv 1909.05858, section 4.1); min-p keeps what is at
-    least ``min_p`` times as probable as the best (arXiv 2407.01082). The choice is a Gumbel-max draw.
+    Penalties are OpenAI's (presence, frequency) and of CTRL (repetition: arXiv 1909.05858, section 4.1); min-p keeps
+    what is at least ``min_p`` times as probable as the best (arXiv 2407.01082). The choice is a Gumbel-max draw.
     """
     logits = logprobs.copy()
     for token, bias in sampling.logit_bias:

@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """``put`` waits while ``capacity`` items are inside. Items that must never wait (the last word about a request, of which
-    there are no more than requests) go in with ``force``."""
+    """``put`` waits while ``capacity`` items are inside. Items that must never wait (the last word about a request, of
+    which there are no more than requests) go in with ``force``."""
 
     def __init__(self, capacity: int):
         self._capacity = capacity

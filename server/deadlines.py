@@ -1,4 +1,5 @@
-"""Ends requests when their time is over: one thread that sleeps until the next deadline, and for ever when there is none."""
+"""Ends requests when their time is over: one thread that sleeps until the next deadline, and for ever when there is
+none."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from server.errors import TimedOut
 from server.live_request import LiveRequest
 from server.shared import Shared
 
+KEPT = 64  # ended requests that may wait to be forgotten, beside as many as are alive
+
 
 class Deadlines:
     """Deadlines are seconds of ``clock`` (the orchestrator's)."""
@@ -19,6 +22,7 @@ class Deadlines:
         self._shared = shared
         self._clock = clock
         self._heap: list[tuple[float, int, LiveRequest]] = []
+        self._limit = KEPT
         self._changed = threading.Condition()
         self._stopping = False
 
@@ -28,6 +32,10 @@ class Deadlines:
             return
         with self._changed:
             heapq.heappush(self._heap, (live.request.deadline, live.serial, live))
+            if len(self._heap) > self._limit:  # requests that ended long before their deadline are not kept for it
+                self._heap = [entry for entry in self._heap if entry[2].outcome is None]
+                heapq.heapify(self._heap)
+                self._limit = 2 * len(self._heap) + KEPT
             self._changed.notify()
 
     def run(self) -> None:

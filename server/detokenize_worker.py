@@ -1,11 +1,12 @@
 """The detokenize thread: tokens into text, stop strings, and every word that a sink hears.
 
-It takes batches from ``shared.outputs`` in order. A stop string that it finds ends the sequence at once, although the owner may
-have dispatched another step for it. What still arrives for a request whose outcome is decided is dropped.
+It takes batches from ``shared.outputs`` in order. A stop string that it finds ends the sequence at once, although the
+owner may have dispatched another step for it. What still arrives for a request whose outcome is decided is dropped.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -38,10 +39,10 @@ class DetokenizeWorker:
             case Died():
                 self._on_death(message.error)
             case PromptScored():
-                self._guarded(message.live, lambda: self._prompt(message.live))
+                self._guarded(message.live, functools.partial(self._prompt, message.live))
             case outputs:
                 for output in outputs:
-                    self._guarded(output.live, lambda output=output: self._output(output))
+                    self._guarded(output.live, functools.partial(self._output, output))
 
     def bury(self) -> None:
         """After this thread's own death: the last words that are left, so that nobody waits for them."""

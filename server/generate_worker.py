@@ -1,11 +1,11 @@
 """The owner of the decode state: inserts, fetches, and decode steps, one step ahead of the host.
 
-Each turn: do what the prefill thread left in the inbox, plan and dispatch the next step, and only then read the step before it.
-So the device always has work while the host takes in tokens. The price: a step may contain rows whose sequences have ended by
-the time it is read; their tokens are dropped (`Scheduler.commit`).
+Each turn: do what the prefill thread left in the inbox, plan and dispatch the next step, and only then read the step
+before it. So the device always has work while the host takes in tokens. The price: a step may contain rows whose
+sequences have ended by the time it is read; their tokens are dropped (`Scheduler.commit`).
 
-Pages may be given away while a dispatched step still writes to them, because whatever the next holder writes is dispatched
-later, by this same thread.
+Pages may be given away while a dispatched step still writes to them, because whatever the next holder writes is
+dispatched later, by this same thread.
 """
 
 from __future__ import annotations

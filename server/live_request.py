@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from typing import TYPE_CHECKING
 
 from server.request import GenerateRequest, Sink, TokenLogprob, Usage
@@ -19,8 +18,8 @@ log = logging.getLogger("preheat.request")
 
 @dataclasses.dataclass(eq=False)
 class LiveRequest:
-    """``outcome`` is decided once, under the orchestrator's lock; afterwards nothing is held, and only the last word to the
-    sink may still be on its way. Times are seconds of the orchestrator's clock."""
+    """``outcome`` is decided once, under the orchestrator's lock; afterwards nothing is held, and only the last word to
+    the sink may still be on its way. Times are seconds of the orchestrator's clock."""
 
     serial: int  # internal identity; `request.id` is the client's and need not be unique
     request: GenerateRequest
@@ -33,12 +32,15 @@ class LiveRequest:
     first_token: float | None = None
     cached_tokens: int = 0  # of the first sample
     outcome: Outcome | None = None
+    ended: float | None = None  # when the outcome was decided
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     sample_times: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)  # first and latest token
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt), sum(transcript.count for transcript in self.transcripts), self.cached_tokens)
+        return Usage(
+            len(self.request.prompt), sum(transcript.count for transcript in self.transcripts), self.cached_tokens
+        )
 
     def token_time(self, sample: int, now: float) -> None:
         """Notes that a token of a sample goes out."""
@@ -48,16 +50,22 @@ class LiveRequest:
         self.sample_times[sample] = (begun, now)
 
     def account(self, metrics: Metrics, now: float) -> None:
-        """Counts and logs the request; called when its outcome has been decided."""
+        """Counts the request; called when its outcome has been decided."""
         assert self.outcome is not None
-        if self.counted:
-            metrics.outcome(self.outcome)
-            metrics.request_seconds.observe(now - self.received)
-            if self.outcome == "ok":
-                for sample, (begun, latest) in self.sample_times.items():
-                    if self.transcripts[sample].count > 1:
-                        gap = (latest - begun) / (self.transcripts[sample].count - 1)
-                        metrics.time_per_output_token.observe(gap)
+        self.ended = now
+        if not self.counted:
+            return
+        metrics.outcome(self.outcome)
+        metrics.request_seconds.observe(now - self.received)
+        if self.outcome == "ok":
+            for sample, (begun, latest) in self.sample_times.items():
+                if self.transcripts[sample].count > 1:
+                    gap = (latest - begun) / (self.transcripts[sample].count - 1)
+                    metrics.time_per_output_token.observe(gap)
+
+    def log(self) -> None:
+        """The request's line in the log; called without locks, for a log may be slow."""
+        assert self.outcome is not None
         usage = self.usage
         log_outcome(
             self.request.id,
@@ -68,7 +76,7 @@ class LiveRequest:
             cached_tokens=usage.cached_tokens,
             queue_seconds=_since(self.received, self.began),
             first_token_seconds=_since(self.received, self.first_token),
-            seconds=round(now - self.received, 6),
+            seconds=_since(self.received, self.ended),
             finish_reasons=[transcript.finish_reason for transcript in self.transcripts],
             put_back=sum(sequence.put_back for sequence in self.sequences),
         )
@@ -76,7 +84,8 @@ class LiveRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A token of a sample on its way to the sink; ``ending`` with the last one. ``token`` is `None` with ``max_tokens`` 0."""
+    """A token of a sample on its way to the sink; ``ending`` with the last one. ``token`` is `None` with ``max_tokens``
+    0."""
 
     live: LiveRequest
     sample: int
@@ -94,4 +103,4 @@ def log_outcome(request_id: str, outcome: str, *, level: int = logging.INFO, **f
 
 
 def _since(begin: float, moment: float | None) -> float | None:
-    return None if moment is None or math.isinf(moment) else round(moment - begin, 6)
+    return None if moment is None else round(moment - begin, 6)

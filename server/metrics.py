@@ -1,7 +1,7 @@
 """Every Prometheus metric of the server, in one object with a registry of its own.
 
-Counters and histograms are moved where things happen (orchestrator, compile guard); gauges about the present are read from the
-scheduler whenever somebody looks (`bind`), so they cannot be left behind by an abort.
+Counters and histograms are moved where things happen (orchestrator, compile guard); gauges about the present are read
+from the scheduler whenever somebody looks (`bind`), so they cannot be left behind by an abort.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ class Metrics:
         self.requests = counter("preheat_requests", "Requests received, by how they ended.", "outcome")
         self.prompt_tokens = counter("preheat_prompt_tokens", "Prompt tokens of requests that began.")
         self.prefilled_tokens = counter("preheat_prefilled_tokens", "Tokens actually computed by prefill.")
-        self.cached_prompt_tokens = counter("preheat_cached_prompt_tokens", "Tokens taken from the prefix cache, not computed.")
-        self.generated_tokens = counter("preheat_generated_tokens", "Tokens generated, final EOS and stop tokens included.")
+        self.cached_prompt_tokens = counter(
+            "preheat_cached_prompt_tokens", "Tokens taken from the prefix cache, not computed."
+        )
+        self.generated_tokens = counter(
+            "preheat_generated_tokens", "Tokens generated, final EOS and stop tokens included."
+        )
         self.xla_compiles = counter("preheat_xla_compiles", "Programs compiled by XLA.", "phase")
         self.xla_traces = counter("preheat_xla_traces", "Functions traced by JAX.", "phase")
 
         self.requests_running = gauge("preheat_requests_running", "Requests with a sequence in prefill or decode.")
         self.requests_waiting = gauge("preheat_requests_waiting", "Requests of which no sequence has begun.")
         self.slots_used = gauge("preheat_slots_used", "Slots that hold a sequence.")
-        self.kv_pages_used = gauge("preheat_kv_pages_used", "KV pages held by sequences; cached pages in no use are free.")
+        self.kv_pages_used = gauge(
+            "preheat_kv_pages_used", "KV pages held by sequences; cached pages in no use are free."
+        )
         self.kv_pages_total = gauge("preheat_kv_pages_total", "KV pages that sequences can hold.")
         self.ready = gauge("preheat_ready", "1 when warmup is complete and requests are accepted.")
         self.startup_seconds = gauge("preheat_startup_seconds", "Time each stage of the start took.", "stage")
@@ -60,8 +66,12 @@ class Metrics:
         self.time_per_output_token = histogram(
             "preheat_time_per_output_token_seconds", "Mean gap between the tokens of a finished sequence.", STEP_BUCKETS
         )
-        self.request_seconds = histogram("preheat_request_seconds", "From receiving a request to its end.", LATENCY_BUCKETS)
-        self.queue_seconds = histogram("preheat_queue_seconds", "From receiving a request to its prefill.", LATENCY_BUCKETS)
+        self.request_seconds = histogram(
+            "preheat_request_seconds", "From receiving a request to its end.", LATENCY_BUCKETS
+        )
+        self.queue_seconds = histogram(
+            "preheat_queue_seconds", "From receiving a request to its prefill.", LATENCY_BUCKETS
+        )
         self.decode_step_seconds = histogram("preheat_decode_step_seconds", "Time of one decode step.", STEP_BUCKETS)
         self.batch_size = histogram("preheat_batch_size", "Rows that were active in a decode step.", BATCH_BUCKETS)
 

@@ -10,16 +10,17 @@
     detokenize      text, stop strings; speaks to the sinks                                (server/detokenize_worker.py)
     deadlines       sleeps until the next deadline                                         (server/deadlines.py)
 
-All of them share one lock, behind which the scheduler (``server/scheduler.py``) says what is next; no lock is held while the
-engine works. Threads wait on conditions: an idle server costs nothing. Prefill and decode take turns by the policy of
-``server/turns.py``.
+All of them share one lock, behind which the scheduler (``server/scheduler.py``) says what is next; no lock is held
+while the engine works. Threads wait on conditions: an idle server costs nothing. Prefill and decode take turns by the
+policy of ``server/turns.py``.
 
 The bounds: at most ``max_queue`` sequences wait beyond the slots; two decode steps are in flight; 64 steps wait for the
 detokenize thread, then the owner waits for it.
 
-A request ends once, from whatever thread: by its last token, `Ticket.cancel`, its deadline, a fault, a drain that runs out of
-time, or a thread's death. Whoever ends it frees slot, pages and queue entry there and then; a prefix in use comes back when the
-engine's call returns. Then the sink hears one last word, `finish` or `fail`, from the detokenize thread.
+A request ends once, from whatever thread: by its last token, `Ticket.cancel`, its deadline, a fault, a drain that runs
+out of time, or a thread's death. Whoever ends it frees slot, pages and queue entry there and then; a prefix in use
+comes back when the engine's call returns. Then the sink hears one last word, `finish` or `fail`, from the detokenize
+thread.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Ticket:
     _shared: Shared
 
     def cancel(self) -> None:
-        """The client has gone: ends the request wherever it is, at once. No effect on one that has ended. Never blocks."""
+        """The client has gone: ends the request wherever it is, at once. No effect on one that has ended. Never
+        blocks."""
         self._shared.end(self._live, Cancelled("the client cancelled the request"), "cancelled")
 
 
@@ -139,8 +141,8 @@ class Orchestrator:
 
     @property
     def state(self) -> State:
-        """``loading`` until `start`, ``warming`` until `open`, ``ready``, ``draining`` from `drain` or `close` on; ``failed``
-        once a thread has died."""
+        """``loading`` until `start`, ``warming`` until `open`, ``ready``, ``draining`` from `drain` or `close` on;
+        ``failed`` once a thread has died."""
         return self._state
 
     @property
@@ -193,10 +195,11 @@ class Orchestrator:
     # Requests
 
     def submit(self, request: GenerateRequest, sink: Sink, *, proof: bool = False) -> Ticket:
-        """Accepts a request, or raises what it is to be refused with: `InvalidRequest`, `QueueFull`, `Unavailable`, `TimedOut`.
+        """Accepts a request, or raises what it is to be refused with: `InvalidRequest`, `QueueFull`, `Unavailable`,
+        `TimedOut`.
 
-        Thread-safe, does not block. ``sink`` hears everything else from the detokenize thread. ``proof`` marks requests of the
-        warmup proof: served before `open`, and not counted.
+        Thread-safe, does not block. ``sink`` hears everything else from the detokenize thread. ``proof`` marks requests
+        of the warmup proof: served before `open`, and not counted.
         """
         received = self._clock()
         try:
@@ -222,8 +225,8 @@ class Orchestrator:
     # Inside
 
     def _check(self, request: GenerateRequest) -> None:
-        """What only the engine's layout can say about a request. The front doors have checked types and ranges; ids that are
-        no tokens are refused here again, because the device would clamp them without a word."""
+        """What only the engine's layout can say about a request. The front doors have checked types and ranges; ids
+        that are no tokens are refused here again, because the device would clamp them without a word."""
         vocab = self._engine.model.vocab_size
         if not request.prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
@@ -296,7 +299,8 @@ class Orchestrator:
         excess = self._shared.scheduler.unfinished + len(live.sequences) - self._capacity
         if excess > 0:
             raise QueueFull(
-                f"the queue is full: {self._shared.scheduler.unfinished} sequences run or wait, at most {self._capacity} may",
+                f"the queue is full: {self._shared.scheduler.unfinished} sequences run or wait, "
+                f"at most {self._capacity} may",
                 retry_after=self._retry_after(excess),
             )
 

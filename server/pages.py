@@ -6,8 +6,9 @@ A page is in one of three states::
     used   one or more sequences hold it (reference-counted: the prefix cache shares pages)
     idle   no sequence holds it, but the prefix cache would like its content back
 
-`allocate` takes free pages first and then the idle page that has been idle longest, telling the cache about it. Idle pages
-therefore never stand in anybody's way, and `available` counts both. Page 0 is the engine's scratch page and is never given out.
+`allocate` takes free pages first and then the idle page that has been idle longest, telling the cache about it. Idle
+pages therefore never stand in anybody's way, and `available` counts both. Page 0 is the engine's scratch page and is
+never given out.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class PagePool:
             raise ValueError(f"page {page} is free: its content is not there to be shared")
 
     def release(self, pages: Iterable[int]) -> None:
-        """Lets go of pages once each. Pages are released last one first, so that of a sequence's idle pages the later ones,
-        which are useless without the earlier, are given away first."""
+        """Lets go of pages once each. Pages are released last one first, so that of a sequence's idle pages the later
+        ones, which are useless without the earlier, are given away first."""
         for page in reversed(list(pages)):
             count = self._references.get(page)
             if count is None:

@@ -1,9 +1,9 @@
 """The prefill thread: prompts into prefixes, chunk by chunk, and the first token.
 
-It takes the next sequence the scheduler admits, has the owner fetch what the prefix cache holds of it, and computes the rest
-when it has its turn. The first token is read here: it may end the sequence before anything is inserted. Otherwise prefix and
-step go to the owner for `insert`. A sequence that was cancelled or put back meanwhile is noticed between chunks, and its prefix
-is returned.
+It takes the next sequence the scheduler admits, has the owner fetch what the prefix cache holds of it, and computes the
+rest when it has its turn. The first token is read here: it may end the sequence before anything is inserted. Otherwise
+prefix and step go to the owner for `insert`. A sequence that was cancelled or put back meanwhile is noticed between
+chunks, and its prefix is returned.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class PrefillWorker:
         with self._shared.lock:
             if self._shared.scheduler.current(sequence, epoch):
                 self._shared.release(sequence)
-        self._shared.outputs.put([Output(live, sample, None, None, Ending("length")) for sample in range(len(live.transcripts))])
+        self._shared.outputs.put(
+            [Output(live, sample, None, None, Ending("length")) for sample in range(len(live.transcripts))]
+        )
         return False
 
     def _hand_over(self, live: LiveRequest, sequence: Sequence, epoch: int, prefix: Any, step: Any) -> bool:

@@ -1,13 +1,13 @@
 """Which pages hold which tokens: full pages of finished and running sequences, shared by content.
 
-The cache is a tree. A node is one full page; the path from the root to it spells every token up to the end of that page, which
-is what its keys and values depend on. A child is found by the tokens of its page, in a dict: the hash finds it, the comparison
-of all tokens along the path rules out collisions.
+The cache is a tree. A node is one full page; the path from the root to it spells every token up to the end of that
+page, which is what its keys and values depend on. A child is found by the tokens of its page, in a dict: the hash finds
+it, the comparison of all tokens along the path rules out collisions.
 
-The scheduler calls `match` when a sequence is admitted and holds the pages it gets; `store` after the sequence's pages have been
-written by an `insert` that was dispatched, and again with the generated tokens when the sequence ends. Pages nobody holds stay
-idle in the pool until it needs them, the one unused for longest first; a page that goes takes the nodes below it along, for
-they cannot be reached without it.
+The scheduler calls `match` when a sequence is admitted and holds the pages it gets; `store` after the sequence's pages
+have been written by an `insert` that was dispatched, and again with the generated tokens when the sequence ends. Pages
+nobody holds stay idle in the pool until it needs them, the one unused for longest first; a page that goes takes the
+nodes below it along, for they cannot be reached without it.
 """
 
 from __future__ import annotations

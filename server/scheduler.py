@@ -2,16 +2,19 @@
 
 The order of calls in a sequence's life, each under the orchestrator's lock::
 
-    add -> admit -> next_chunk ... next_chunk -> commit (the first token) -> inserted -> plan, commit, plan, commit ... -> end
+    add -> admit -> next_chunk ... next_chunk -> commit (the first token) -> inserted -> plan, commit, plan, commit ...
+    -> end
 
-**Admission** is first in, first out by `Rank` and asks for a slot, a prefix and the pages of the prompt; the head of the queue is
-never overtaken for lack of these. The one exception: a sequence that begins like one whose prompt is just being computed waits
-until those pages are in the pool, so that both (samples of one request, users of one system prompt) share them.
+**Admission** is first in, first out by `Rank` and asks for a slot, a prefix and the pages of the prompt; the head of
+the queue is never overtaken for lack of these. The one exception: a sequence that begins like one whose prompt is just
+being computed waits until those pages are in the pool, so that both (samples of one request, users of one system
+prompt) share them.
 
-**Pages grow** with the sequence, one at a time, when `plan` needs one. When the pool runs out, the youngest sequence that holds
-pages is put back: it keeps its tokens, gives up everything else, returns to its place in the queue and is prefilled again
-later. The oldest sequence is never put back and always fits alone (`misfit` refuses the others at the door), so it ends, and so
-does everybody. Admission leaves a page for each sequence that runs, lest the newcomer be put back at once.
+**Pages grow** with the sequence, one at a time, when `plan` needs one. When the pool runs out, the youngest sequence
+that holds pages is put back: it keeps its tokens, gives up everything else, returns to its place in the queue and is
+prefilled again later. The oldest sequence is never put back and always fits alone (`misfit` refuses the others at the
+door), so it ends, and so does everybody. Admission leaves a page for each sequence that runs, lest the newcomer be put
+back at once.
 """
 
 from __future__ import annotations
@@ -100,7 +103,8 @@ class Scheduler:
         if max_tokens and needed > self.pool.total:
             return (
                 f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} needs {needed} KV pages of "
-                f"{self._config.page_size} tokens, this server has {self.pool.total}: shorten the prompt or lower max_tokens"
+                f"{self._config.page_size} tokens, this server has {self.pool.total}: "
+                "shorten the prompt or lower max_tokens"
             )
         return None
 
@@ -144,7 +148,8 @@ class Scheduler:
         self._free_prefixes += 1
 
     def inserted(self, sequence: Sequence) -> None:
-        """The prompt's pages are written (the insert was dispatched): others may share them, and `plan` may advance it."""
+        """The prompt's pages are written (the insert was dispatched): others may share them, and `plan` may advance
+        it."""
         sequence.stage = Stage.DECODE
         if self.cache is not None:
             self.cache.store(sequence.tokens[: sequence.prefill_length], sequence.pages)
@@ -152,7 +157,8 @@ class Scheduler:
     # Step by step
 
     def plan(self) -> list[PlannedRow]:
-        """The rows of the next decode step, oldest sequence first; grows their pages and puts sequences back where it must."""
+        """The rows of the next decode step, oldest sequence first; grows their pages and puts sequences back where it
+        must."""
         rows = []
         decoding = [sequence for sequence in self._running if sequence.stage is Stage.DECODE]
         for sequence in sorted(decoding, key=lambda sequence: sequence.rank):
@@ -167,7 +173,8 @@ class Scheduler:
         return rows
 
     def commit(self, sequence: Sequence, epoch: int, token: int) -> bool:
-        """Takes in a token that was read. False: the sequence is not in that stay any more, the token is to be dropped."""
+        """Takes in a token that was read. False: the sequence is not in that stay any more, the token is to be
+        dropped."""
         if not self.current(sequence, epoch):
             return False
         sequence.tokens.append(token)
@@ -177,8 +184,8 @@ class Scheduler:
         return True
 
     def complete(self, sequence: Sequence) -> None:
-        """The sequence has all its tokens with its first one: nothing but the insert that shares its prompt is left to do.
-        Not worth it for prompts without a new full page; they end."""
+        """The sequence has all its tokens with its first one: nothing but the insert that shares its prompt is left to
+        do. Not worth it for prompts without a new full page; they end."""
         if self.cache is None or sequence.prefill_length // self._config.page_size <= sequence.shared_pages:
             self.end(sequence)
         sequence.complete = True
@@ -193,7 +200,8 @@ class Scheduler:
         sequence.epoch += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """Returns a running sequence to its place in the queue; its tokens stay. One that has all its tokens just ends."""
+        """Returns a running sequence to its place in the queue; its tokens stay. One that has all its tokens just
+        ends."""
         if sequence.complete:
             self.end(sequence)
             return
@@ -245,7 +253,8 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
-        """One more page, at the cost of younger sequences if need be. False: there was none younger, it was put back itself."""
+        """One more page, at the cost of younger sequences if need be. False: there was none younger, it was put back
+        itself."""
         while True:
             try:
                 sequence.pages += self.pool.allocate(1)

@@ -29,9 +29,10 @@ class Rank:
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
-    """``tokens`` are the prompt and every generated token that was read; ``planned`` counts the generated tokens including
-    those of steps that were dispatched and not read yet. ``epoch`` changes whenever the sequence leaves its slot, so that
-    (sequence, epoch) names one stay in a slot: results of an earlier stay are recognised by it and dropped.
+    """``tokens`` are the prompt and every generated token that was read; ``planned`` counts the generated tokens
+    including those of steps that were dispatched and not read yet. ``epoch`` changes whenever the sequence leaves its
+    slot, so that (sequence, epoch) names one stay in a slot: results of an earlier stay are recognised by it and
+    dropped.
     """
 
     rank: Rank

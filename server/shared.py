@@ -7,8 +7,8 @@ Everything that changes the scheduler or decides an outcome holds ``lock``. The 
     fetched    for the prefill thread: its fetch is done
     settled    for `drain`: a request had its last word
 
-A request ends once (`end`): its outcome is decided, all it holds is free, and its last word goes into ``outputs``, behind
-whatever was there before. Only the detokenize thread takes from ``outputs`` and speaks to sinks.
+A request ends once (`end`): its outcome is decided, all it holds is free, and its last word goes into ``outputs``,
+behind whatever was there before. Only the detokenize thread takes from ``outputs`` and speaks to sinks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from server.turns import Turns
 log = logging.getLogger(__name__)
 
 FaultHook = Callable[[str, GenerateRequest | None], None]
-"""Called as (stage, request) in stages ``prefill``, ``insert``, ``decode`` and ``detokenize``, and as (stage, None) once for
-every turn of that stage's thread (``prefill``, ``generate``, ``detokenize``). What it raises is a fault of the request, or the
-thread's death."""
+"""Called as (stage, request) in stages ``prefill``, ``insert``, ``decode`` and ``detokenize``, and as (stage, None)
+once for every turn of that stage's thread (``prefill``, ``generate``, ``detokenize``). What it raises is a fault of the
+request, or the thread's death."""
 
 OUTPUT_BATCHES = 64  # steps that may wait for the detokenize thread
 
@@ -214,6 +214,7 @@ class Shared:
 
     def said(self, live: LiveRequest) -> None:
         """The last word about a request was said to its sink."""
+        live.log()
         with self.lock:
             self.live.pop(live.serial, None)
             self.settled.notify_all()

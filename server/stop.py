@@ -1,7 +1,7 @@
 """Stop strings in a text that arrives in pieces.
 
-Nothing of a match is ever let through, and nothing else is lost: text that could still become a match is held back until the
-next piece decides it, or the end of the text releases it.
+Nothing of a match is ever let through, and nothing else is lost: text that could still become a match is held back
+until the next piece decides it, or the end of the text releases it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class StopResult:
 
 
 class StopMatcher:
-    """Looks for ``stops`` (non-empty strings) in the joined pieces. The match that is complete first wins, as if the text came
-    character by character; of two that end together, the longer one. So the outcome does not depend on how the text was cut.
+    """Looks for ``stops`` (non-empty strings) in the joined pieces. The match that is complete first wins, as if the
+    text came character by character; of two that end together, the longer one. So the outcome does not depend on how
+    the text was cut.
 
     ``sent`` counts the characters let through so far.
     """

@@ -1,8 +1,8 @@
 """From tokens to what a client sees of one sample: text, ids, log-probs, and where it stops for a stop string.
 
-Text waits for whole characters (the detokenizer) and for stop strings to be ruled out (the matcher). With stop strings, ids wait
-too: an id is let through when the first character of its text is, so that the ids of a match are not sent either. Without stop
-strings, ids go at once.
+Text waits for whole characters (the detokenizer) and for stop strings to be ruled out (the matcher). With stop strings,
+ids wait too: an id is let through when the first character of its text is, so that the ids of a match are not sent
+either. Without stop strings, ids go at once.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ class _Held:
 
 class Transcript:
     """One sample. ``detokenizer`` is `None` where no text is wanted and there are no stop strings to look for; with
-    ``show_text`` False the text serves the stop strings only. Stop strings count from the ``min_tokens``-th token on."""
+    ``show_text`` False the text serves the stop strings only. Stop strings count from the ``min_tokens``-th token
+    on."""
 
     def __init__(
-        self, sample: int, detokenizer: Detokenizer | None, stops: tuple[str, ...], min_tokens: int, *, show_text: bool = True
+        self,
+        sample: int,
+        detokenizer: Detokenizer | None,
+        stops: tuple[str, ...],
+        min_tokens: int,
+        *,
+        show_text: bool = True,
     ):
         self._sample = sample
         self._detokenizer = detokenizer
@@ -79,7 +86,9 @@ class Transcript:
         if matched is not None:
             return self._delta(text, everything=False, finish_reason="stop", stop_reason=matched)
         if ending is not None:
-            return self._delta(text, everything=True, finish_reason=ending.finish_reason, stop_reason=ending.stop_reason)
+            return self._delta(
+                text, everything=True, finish_reason=ending.finish_reason, stop_reason=ending.stop_reason
+            )
         delta = self._delta(text, everything=self._matcher is None)
         return delta if delta.text or delta.tokens else None
 

@@ -1,8 +1,8 @@
 """Whose turn it is on the device: prefill or decode.
 
-The policy: while rows decode, at most one prefill chunk is dispatched between two decode steps. So a long prompt delays the next
-token of a running stream by one chunk at most, and prompts still move on at every step. While nothing decodes, chunks follow each
-other freely.
+The policy: while rows decode, at most one prefill chunk is dispatched between two decode steps. So a long prompt delays
+the next token of a running stream by one chunk at most, and prompts still move on at every step. While nothing decodes,
+chunks follow each other freely.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import threading
 
 
 class Turns:
-    """The prefill thread calls `take` before it dispatches a chunk and `dispatched` after it; the owner of the decode state calls
-    `stepping` and `stepped` around the dispatch of a step, and `idle`."""
+    """The prefill thread calls `take` before it dispatches a chunk and `dispatched` after it; the owner of the decode
+    state calls `stepping` and `stepped` around the dispatch of a step, and `idle`."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -46,7 +46,8 @@ class Turns:
             self._overlaps = self._dispatching
 
     def stepped(self) -> None:
-        """A decode step was dispatched. A chunk dispatched meanwhile may have come after it: then it was the one that may."""
+        """A decode step was dispatched. A chunk dispatched meanwhile may have come after it: then it was the one that
+        may."""
         with self._condition:
             self._allowed = not self._overlaps
             self._condition.notify_all()

@@ -1,4 +1,5 @@
-"""What the orchestrator's tests have in common: an orchestrator on the mock engine, a sink that records, expected answers.
+"""What the orchestrator's tests have in common: an orchestrator on the mock engine, a sink that records, expected
+answers.
 
 The answers are worked out here from the rules' definitions, not by the mock engine.
 """
@@ -21,11 +22,13 @@ from server.request import Delta, GenerateRequest, TokenLogprob, Usage
 from server.sequence import Sequence
 from server.tokenizers import ByteTokenizer
 
+GREEDY = SamplingParams()
 WAIT = 20.0  # seconds until a test gives up; nothing waits that long when all is well
 
 
 def letters(prompt: bytes, count: int) -> str:
-    """What follows a prompt under the rule `engine.mock.digest`: base 31, modulo 1009, letter of the remainder by 26."""
+    """What follows a prompt under the rule `engine.mock.digest`: base 31, modulo 1009, letter of the remainder by
+    26."""
     tokens = list(prompt)
     for _ in range(count):
         value = 0
@@ -121,7 +124,7 @@ class Server:
         max_tokens: int = 8,
         *,
         n: int = 1,
-        sampling: SamplingParams = SamplingParams(),
+        sampling: SamplingParams = GREEDY,
         proof: bool = False,
         sink: Recorder | None = None,
         id: str | None = None,
@@ -192,4 +195,3 @@ def serving(
     assert all(not recorder.after_the_end for recorder in server.recorders)
     alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("preheat-")]
     assert alive == []
-

@@ -169,7 +169,9 @@ def test_logprobs_of_every_token_the_first_included():
         recorder = server.run(b"a", 3, sampling=SamplingParams(logprobs=True))
         entries = [entry for delta in recorder.deltas for entry in delta.logprobs]
         assert [entry.token for entry in entries] == list(b"bab")
-        assert [entry.logprob for entry in entries] == pytest.approx([math.log(0.75), math.log(0.6), math.log(0.75)], abs=1e-5)
+        assert [entry.logprob for entry in entries] == pytest.approx(
+            [math.log(0.75), math.log(0.6), math.log(0.75)], abs=1e-5
+        )
         assert all(len(entry.top) == 20 for entry in entries)
         assert server.run(b"a", 3).deltas[0].logprobs == ()
 
@@ -211,7 +213,13 @@ def test_a_token_the_tokenizer_does_not_know_is_no_fault():
         (b"a", -1, {}, "max_tokens", "at least 0"),
         (b"a" * 60, 5, {}, "max_tokens", "prompt of 60 tokens .* max_tokens 5 = 65 .* limit of 64"),
         (b"a", 4, {"n": 21}, "n", "1 to 20"),
-        (b"a", 4, {"sampling": SamplingParams(min_tokens=1), "stop_token_ids": frozenset(range(40))}, "stop_token_ids", "32"),
+        (
+            b"a",
+            4,
+            {"sampling": SamplingParams(min_tokens=1), "stop_token_ids": frozenset(range(40))},
+            "stop_token_ids",
+            "32",
+        ),
     ],
 )
 def test_what_no_server_like_this_could_do_is_invalid(prompt, max_tokens, options, param, message):
@@ -247,7 +255,8 @@ def test_a_line_in_the_log_for_each_request(caplog):
 def test_histograms_count_requests_and_steps():
     with serving() as server:
         server.run(b"hello", 5)
-        for name, count in [("time_to_first_token_seconds", 1), ("time_per_output_token_seconds", 1), ("request_seconds", 1),
-                            ("queue_seconds", 1), ("decode_step_seconds", 4), ("batch_size", 4)]:  # fmt: skip
+        once = ("time_to_first_token", "time_per_output_token", "request", "queue")
+        counts = {f"{name}_seconds": 1 for name in once} | {"decode_step_seconds": 4, "batch_size": 4}
+        for name, count in counts.items():
             assert server.metrics.value(f"preheat_{name}_count") == count
         assert server.metrics.value("preheat_batch_size_sum") == 4

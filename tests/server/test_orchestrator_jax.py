@@ -1,5 +1,5 @@
-"""The orchestrator on the real engine: the golden answers of transformers, alone and under page pressure, with and without the
-prefix cache. One engine for all: 16 pages are less than a third of what four sequences need."""
+"""The orchestrator on the real engine: the golden answers of transformers, alone and under page pressure, with and
+without the prefix cache. One engine for all: 16 pages are less than a third of what four sequences need."""
 
 import dataclasses
 import functools
@@ -63,7 +63,13 @@ def test_a_repeated_prompt_is_cached():
 
 def test_penalties_and_seeds_survive_a_put_back():
     sampling = dataclasses.replace(
-        PLAIN, temperature=0.8, seed=11, presence_penalty=0.7, frequency_penalty=0.2, repetition_penalty=1.1, min_tokens=60
+        PLAIN,
+        temperature=0.8,
+        seed=11,
+        presence_penalty=0.7,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        min_tokens=60,
     )
     with serving(engine=engine(), prefix_cache=False) as server:
         alone = [answer(ask(server, index, sampling=sampling)) for index in PROMPTS]

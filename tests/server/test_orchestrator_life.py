@@ -229,6 +229,13 @@ def test_a_deadline_that_is_over_already():
         assert server.outcomes() == {"error": 1}
 
 
+def test_requests_that_ended_are_not_kept_for_their_deadline():
+    with serving(slots=4) as server:
+        for _ in range(200):
+            server.run(b"a", 1, deadline=time.monotonic() + 3600)
+        assert len(server.orchestrator._deadlines._heap) < 100
+
+
 # Overload
 
 
@@ -276,7 +283,9 @@ def test_priority_goes_first_and_equals_in_order():
         gate.open()
         for recorder in recorders:
             recorder.ok()
-        order = bytes(call.tokens[0] for call in server.engine.calls if call.verb == "prefill" and len(call.tokens) == 1)
+        order = bytes(
+            call.tokens[0] for call in server.engine.calls if call.verb == "prefill" and len(call.tokens) == 1
+        )
         assert order == b"abcd"
 
 
@@ -320,7 +329,9 @@ def test_put_back_keeps_penalties_and_min_tokens():
             for index, recorder in enumerate(recorders):
                 server.submit(bytes([65 + index]) * 6, 20, sampling=sampling, sink=recorder)
             found = [recorder.ok().text() for recorder in recorders]
-            put_back = [call for call in server.engine.calls if call.verb == "prefill" and call.start + len(call.tokens) > 6]
+            put_back = [
+                call for call in server.engine.calls if call.verb == "prefill" and call.start + len(call.tokens) > 6
+            ]
             assert bool(put_back) == bool(config)
             return found
 
@@ -355,7 +366,11 @@ class Faults:
         self.armed = True
 
     def __call__(self, stage, request) -> None:
-        if self.armed and stage == self.stage and (request.prompt == tuple(self.prompt) if request else self.prompt is None):
+        if (
+            self.armed
+            and stage == self.stage
+            and (request.prompt == tuple(self.prompt) if request else self.prompt is None)
+        ):
             self.armed = self.prompt is not None
             raise RuntimeError("a secret detail")
 
@@ -536,7 +551,7 @@ def test_counters_add_up_after_mixed_traffic():
             except (QueueFull, InvalidRequest):
                 return None
 
-        for round in range(6):
+        for _ in range(6):
             gate = server.engine.gate("prefill")
             sent = [send(prompt) for prompt in (b"short", b"unlucky", b"gone", b"", b"queued", b"over", b"over")]
             if sent[2] is not None:

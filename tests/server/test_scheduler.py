@@ -13,7 +13,9 @@ from server.sequence import Rank, Sequence, Stage
 GREEDY = SamplingParams()
 
 
-def sequence(arrival: int, prompt: bytes, max_tokens: int = 4, *, sample: int = 0, priority: int = 0, **fields) -> Sequence:
+def sequence(
+    arrival: int, prompt: bytes, max_tokens: int = 4, *, sample: int = 0, priority: int = 0, **fields
+) -> Sequence:
     return Sequence(Rank(priority, arrival, sample), list(prompt), GREEDY, max_tokens, **fields)
 
 
