@@ -1,0 +1,57 @@
+"""The default model, obtained as a user obtains it: the greedy answers of Hugging Face transformers on the same weights."""
+
+import concurrent.futures
+import json
+import pathlib
+
+import httpx
+import pytest
+from server_process import serving
+
+from server.models import DEFAULT_MODEL, resolve_model
+
+GOLDEN_FOLDER = pathlib.Path(__file__).parents[1] / "golden"
+GOLDEN = json.loads((GOLDEN_FOLDER / "smollm2.json").read_text())
+TOKENS = 48  # of each answer; every step's top-2 gap in the golden is over 0.02
+
+
+@pytest.fixture(scope="module")
+def server(cache):
+    resolve_model(DEFAULT_MODEL)  # the download is not part of the start's time limit
+    options = ("--warmup", "aot", "--slots", "3", "--batch-sizes", "3", "--max-len", "256", "--prefill-buckets", "64")
+    with serving(DEFAULT_MODEL, cache, *options) as server:
+        yield server
+
+
+def complete(server, golden, **options):
+    body = {"model": DEFAULT_MODEL, "prompt": golden["prompt"], "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **options}
+    response = httpx.post(f"{server.http}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_three_answers_at_once(server):
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda golden: complete(server, golden, logprobs=0), GOLDEN.values()))
+    for golden, answer in zip(GOLDEN.values(), answers, strict=True):
+        ids = httpx.post(f"{server.http}/detokenize", json={"tokens": golden["tokens"][:TOKENS]}).json()["text"]
+        choice = answer["choices"][0]
+        assert choice["text"] == ids
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(golden["logprobs"][:TOKENS], abs=2e-4)
+
+
+def test_generate_ends_at_eos(server):
+    """The README's curl: the answer is what comes before the model's EOS."""
+    golden = GOLDEN["languages"]
+    body = {"prompt": "What are the top 5 programming languages", "max_tokens": 200}
+    text = httpx.post(f"{server.http}/generate", json=body, timeout=120).json()["response"]
+    before = golden["tokens"][: golden["eos_at"]]
+    assert text == httpx.post(f"{server.http}/detokenize", json={"tokens": before}).json()["text"]
+
+
+def test_chat_answers_through_the_models_template(server):
+    chat = json.loads((GOLDEN_FOLDER / "smollm2_tokenizer.json").read_text())["chats"][0]
+    body = {"model": DEFAULT_MODEL, "messages": chat["messages"], "temperature": 0, "max_tokens": 64}
+    answer = httpx.post(f"{server.http}/v1/chat/completions", json=body, timeout=120).json()
+    assert answer["usage"]["prompt_tokens"] == len(chat["ids"])
+    assert answer["choices"][0]["message"]["content"] == GOLDEN["chat"]["text"]
