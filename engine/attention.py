@@ -4,9 +4,15 @@ Both visit the stored tokens in blocks and stop at the longest live context, so 
 allocated. The softmax is accumulated block by block (the online softmax of FlashAttention, arXiv:2205.14135), in float32.
 
 Heads are grouped: ``g`` query heads share one of ``k`` key/value heads.
+
+What models do differently is a `Scoring`, the same for all layers, and two arguments that may differ between layers: ``window``, how
+many tokens a query sees, itself included (an int, or an int32 scalar where layers are scanned), and ``sinks`` [k, g], scores of
+attending to nothing at all. Blocks that no query's window reaches are not visited.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +23,17 @@ PREFIX_BLOCK = 256  # tokens visited at once in prefill
 _MASKED = -1e30  # finite, so that a row whose first block is wholly masked stays free of NaN
 
 
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What becomes of the product of a query and a key.
+
+    ``scale`` multiplies it (None: 1 / sqrt(head_dim)); ``softcap`` bounds it, as cap * tanh(score / cap).
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+
 def attend_pages(
     q: jax.Array,  # [b, k, g, head_dim]
     k_pages: jax.Array,  # [n, k, kv_pages, page_size, head_dim]
@@ -24,8 +41,12 @@ def attend_pages(
     layer: jax.Array | int,  # which of the n
     page_table: jax.Array,  # int32 [b, table width]
     lengths: jax.Array,  # int32 [b]: live tokens of each row, the current one included; 0 for padded rows
+    *,
+    scoring: Scoring = Scoring(),
+    window: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [b, k, g, head_dim]
-    """Each row's queries attend to the first ``lengths`` tokens of its pages."""
+    """Each row's queries attend to the first ``lengths`` tokens of its pages, or to the last ``window`` of these."""
     batch, _, _, head_dim = q.shape
     page_size = k_pages.shape[3]
     block_pages = max(1, PAGES_BLOCK // page_size)
@@ -39,11 +60,19 @@ def attend_pages(
     def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
         table = jax.lax.dynamic_slice_in_dim(page_table, i * block_pages, block_pages, axis=1)
         keys, values = gather(k_pages, table), gather(v_pages, table)
-        live = (i * block + jnp.arange(block))[None, :] < lengths[:, None]  # [b, block]
-        return _accumulate(carry, q, keys, values, live[:, None, None, :])
+        at = i * block + jnp.arange(block)
+        live = at[None, :] < lengths[:, None]  # [b, block]
+        if window is not None:
+            live &= at[None, :] >= lengths[:, None] - window
+        return _accumulate(scoring, carry, q, keys, values, live[:, None, None, :])
 
+    first: jax.Array | int = 0
+    if window is not None:
+        shortest = jnp.min(jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max))
+        first = jnp.maximum(shortest - window, 0) // block
     blocks = (jnp.max(lengths) + block - 1) // block
-    return _finish(jax.lax.fori_loop(0, blocks, visit, _start(q)), q.dtype)
+    start = _start(q, None if sinks is None else sinks[None])
+    return _finish(jax.lax.fori_loop(first, blocks, visit, start), q.dtype)
 
 
 def attend_prefix(
@@ -53,6 +82,10 @@ def attend_prefix(
     layer: jax.Array | int,  # which of the n
     positions: jax.Array,  # int32 [t]: of the queries; each attends to itself and to what came before
     length: jax.Array,  # int32: live tokens of the prefix, this chunk's included
+    *,
+    scoring: Scoring = Scoring(),
+    window: jax.Array | int | None = None,
+    sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [t, k, g, head_dim]
     """The queries of one chunk attend causally to a prefix that holds their own keys and values already."""
     _, heads, capacity, head_dim = keys.shape
@@ -68,28 +101,40 @@ def attend_prefix(
         start = jnp.minimum(i * block, capacity - block)
         at = start + jnp.arange(block)
         live = (at[None, :] <= positions[:, None]) & (at[None, :] >= i * block)  # [t, block]
-        return _accumulate(carry, q, slice_block(keys, start), slice_block(values, start), live[None, None])
+        if window is not None:
+            live &= at[None, :] > positions[:, None] - window
+        return _accumulate(scoring, carry, q, slice_block(keys, start), slice_block(values, start), live[None, None])
 
+    first = 0 if window is None else jnp.maximum(positions[0] + 1 - window, 0) // block  # the first query sees furthest back
     blocks = (length + block - 1) // block
-    out = _finish(jax.lax.fori_loop(0, blocks, visit, _start(q)), q.dtype)  # [k, g, t, head_dim]
+    start = _start(q, None if sinks is None else sinks[:, :, None])
+    out = _finish(jax.lax.fori_loop(first, blocks, visit, start), q.dtype)  # [k, g, t, head_dim]
     return out.transpose(2, 0, 1, 3).reshape(tokens, heads, -1, head_dim)
 
 
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maximum [...], sum [...], and weighted values [..., head_dim]
 
 
-def _start(q: jax.Array) -> _Softmax:
-    rows = q.shape[:-1]
-    return jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+def _start(q: jax.Array, sinks: jax.Array | None) -> _Softmax:
+    """Nothing seen yet; or, with sinks that broadcast to q's rows, one score whose value is zero."""
+    rows, nothing = q.shape[:-1], jnp.zeros(q.shape, jnp.float32)
+    if sinks is not None:
+        return jnp.broadcast_to(sinks.astype(jnp.float32), rows), jnp.ones(rows, jnp.float32), nothing
+    return jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), nothing
 
 
-def _accumulate(carry: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, live: jax.Array) -> _Softmax:
+def _accumulate(
+    scoring: Scoring, carry: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, live: jax.Array
+) -> _Softmax:
     """Takes in one block. q [*batch, rows..., d] and keys, values [*batch, s, d] share their leading batch dimensions."""
     maximum, total, weighted = carry
     batch = "bk" if keys.ndim == 4 else "k"
     rows = "g" if keys.ndim == 4 else "gt"
     scores = jnp.einsum(f"{batch}{rows}d,{batch}sd->{batch}{rows}s", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(live, scores * (q.shape[-1] ** -0.5), _MASKED)
+    scores *= q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
+    scores = jnp.where(live, scores, _MASKED)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
     probabilities = jnp.where(live, jnp.exp(scores - new_maximum[..., None]), 0.0)
     rescale = jnp.exp(maximum - new_maximum)

@@ -19,16 +19,56 @@ class ConfigError(ValueError):
 class RopeConfig:
     """Rotary position embedding: base frequency and how it is stretched beyond the trained length.
 
-    ``kind`` is Hugging Face's ``rope_type``. ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
-    ``original_max_position`` are used by the kinds that have them (``llama3``: section 3.1 of "The Llama 3 Herd of Models").
+    ``kind`` is Hugging Face's ``rope_type``; each kind uses the fields that it has there, and ``engine/rope.py`` has the formulas.
+    ``attention_factor`` scales the rotation (yarn and longrope lengthen queries and keys by it). ``rotary_dim`` is how many
+    dimensions of a head are rotated, the first ones; None: all.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()  # longrope: one divisor per rotated pair, for sequences up to the original length
+    long_factor: tuple[float, ...] = ()  # and for longer ones
+    rotary_dim: int | None = None
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies depend on how long the whole sequence is."""
+        return self.kind in ("dynamic", "longrope")
+
+    def regime(self, length: int) -> int:
+        """Names the frequencies that a sequence of ``length`` tokens has: keys computed in one regime are of no use in another."""
+        if not self.follows_length or length <= self.original_max_position:
+            return 0
+        return length if self.kind == "dynamic" else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """How the layers of one kind attend.
+
+    ``rope`` is None in layers that rotate nothing. ``window`` is how many tokens a query sees, itself included; None: all.
+    """
+
+    rope: RopeConfig | None = RopeConfig()
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts in place of the feed-forward layer: each token goes through ``per_token`` of ``experts``."""
+
+    experts: int
+    per_token: int
+    normalize: bool  # the chosen experts' probabilities are scaled to sum to 1
+    bias: bool = False  # of the router and of the experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +78,14 @@ class ModelConfig:
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of one expert in a mixture
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_position: int  # the longest sequence the model was made for, in tokens
     norm_eps: float = 1e-5
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
     rope: RopeConfig = RopeConfig()
     tie_embeddings: bool = False  # the output head is the embedding matrix
     qkv_bias: bool = False
@@ -53,11 +93,45 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    # Layers that differ: their kinds, and the kind of each. Empty: all layers rotate by `rope` and see everything.
+    layer_kinds: tuple[LayerKind, ...] = ()
+    layer_pattern: tuple[int, ...] = ()
+    norms: Literal["pre", "post", "both"] = "pre"  # norms before attention and feed-forward, after them, or both
+    norm_offset: float = 0.0  # added to norm weights when they are loaded
+    wide_norms: bool = False  # norm weights are float32 and multiply before the result is rounded to the model's dtype
+    qk_norm: Literal["none", "head", "projection"] = "none"  # norm of queries and keys: per head, or over all heads
+    query_scale: float | None = None  # of attention scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    sinks: bool = False  # each query head has a score of its own for attending to nothing
+    logit_softcap: float | None = None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    logit_scale: float = 1.0
+    moe: MoeConfig | None = None
 
     @property
     def queries_per_kv(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """All kinds of layers; at least one."""
+        return self.layer_kinds or (LayerKind(self.rope),)
+
+    @property
+    def pattern(self) -> tuple[int, ...]:
+        """The index in `kinds` of each layer's kind."""
+        return self.layer_pattern or (0,) * self.num_layers
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether keys depend on how long the whole sequence is (`RopeConfig.regime`)."""
+        return any(kind.rope is not None and kind.rope.follows_length for kind in self.kinds)
+
+    def regime(self, length: int) -> tuple[int, ...]:
+        """Names the rotary frequencies of a sequence of ``length`` tokens; keys are only shared within one regime."""
+        return tuple(0 if kind.rope is None else kind.rope.regime(length) for kind in self.kinds)
 
 
 @dataclasses.dataclass(frozen=True)

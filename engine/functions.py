@@ -2,7 +2,7 @@
 
 Each takes at most one packed int32 array from the host, so a call costs one small transfer:
 
-    prefill    start, length, last, want prompt log-probs, next token, masked | sampling | mask | generated | tokens
+    prefill    start, length, last, want prompt log-probs, next token, masked, prompt length | sampling | mask | generated | tokens
     insert     slot, length, first page to write, pages used | sampling | generated | pages
     fetch      pages used | pages | tokens
     set_mask   slot, masked | mask
@@ -24,7 +24,7 @@ from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, res
 from engine.state import DecodeState, Prefix, mask_words
 from engine.weights import Weights
 
-PREFILL_HEADER = 6
+PREFILL_HEADER = 7
 INSERT_HEADER = 4
 FETCH_HEADER = 1
 MASK_HEADER = 2
@@ -39,9 +39,10 @@ class PrefixCache:
     positions: jax.Array  # int32 [rows]
     length: jax.Array  # live tokens, these included
 
-    def attend(self, pools, layer, q, k, v):
+    def attend(self, pools, layer, q, k, v, scoring, window, sinks):
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
-        return (keys, values), attend_prefix(q, keys, values, layer, self.positions, self.length)
+        options = {"scoring": scoring, "window": window, "sinks": sinks}
+        return (keys, values), attend_prefix(q, keys, values, layer, self.positions, self.length, **options)
 
     def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
         update = rows.astype(pool.dtype).transpose(1, 0, 2)[None]  # [1, kv_heads, rows, head_dim]
@@ -57,9 +58,10 @@ class PagedCache:
     offsets: jax.Array  # int32 [rows]: within the page
     lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
 
-    def attend(self, pools, layer, q, k, v):
+    def attend(self, pools, layer, q, k, v, scoring, window, sinks):
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
-        return (keys, values), attend_pages(q, keys, values, layer, self.page_table, self.lengths)
+        options = {"scoring": scoring, "window": window, "sinks": sinks}
+        return (keys, values), attend_pages(q, keys, values, layer, self.page_table, self.lengths, **options)
 
     def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
         rows = rows.astype(pool.dtype)
@@ -79,12 +81,14 @@ def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefi
     """
     sizes = (sampling_width(), mask_words(model.vocab_size), config.max_len, bucket)
     header, sampling, mask, generated, tokens = _split(request, PREFILL_HEADER, *sizes)
-    start, length, last, want_prompt, next_token, masked = header
+    start, length, last, want_prompt, next_token, masked, total = header
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
     live = jnp.arange(bucket) < length
     end = start + length
     cache = PrefixCache(start, positions, end)
-    x, keys, values = decoder.run_layers(model, weights, decoder.embed(weights, tokens), positions, prefix.k, prefix.v, cache)
+    context = jnp.broadcast_to(total, positions.shape)
+    x = decoder.embed(model, weights, tokens)
+    x, keys, values = decoder.run_layers(model, weights, x, positions, context, prefix.k, prefix.v, cache)
     seen = prefix.in_prompt & (start > 0)
     seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
 
@@ -206,7 +210,7 @@ def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weigh
     )
     tokens = state.tokens[slots]
     x, k_pages, v_pages = decoder.run_layers(
-        model, weights, decoder.embed(weights, tokens), positions, state.k_pages, state.v_pages, cache
+        model, weights, decoder.embed(model, weights, tokens), positions, positions + 1, state.k_pages, state.v_pages, cache
     )
     scores = decoder.logits(model, weights, x)
     options = unpack(state.sampling[slots])

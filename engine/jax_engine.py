@@ -201,8 +201,7 @@ class JaxEngine:
             return self._prefixes.popleft()
 
     def release_prefix(self, prefix: PrefixBuffer) -> None:
-        # A prefill that failed after its argument was donated leaves nothing behind.
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(prefix.arrays)):
+        if not _usable(prefix.arrays):
             prefix.arrays = self._call("init_prefix")
         with self._prefix_lock:
             self._prefixes.append(prefix)
@@ -219,13 +218,15 @@ class JaxEngine:
         prompt_logprobs: bool = False,
         mask: np.ndarray | None = None,
         generated: np.ndarray | None = None,
+        prompt_length: int | None = None,
     ) -> Step:
         count = len(tokens)
         bucket = self.config.prefill_bucket(count)
         words = self._all_allowed if mask is None else mask.view(np.int32)
         padded = np.zeros(bucket, np.int32)
         padded[:count] = tokens
-        header = (start, count, last, prompt_logprobs, next_token, mask is not None)
+        total = start + count if prompt_length is None else prompt_length
+        header = (start, count, last, prompt_logprobs, next_token, mask is not None, total)
         request = self._pack(header, pack(sampling), words, self._generated(generated), padded)
         arrays, first, prompt = self._call(f"prefill/{bucket}", prefix.arrays, self._weights, request)
         prefix.arrays = arrays
@@ -298,6 +299,20 @@ class JaxEngine:
         row = np.zeros(self._table_width, np.int32)
         row[: len(pages)] = pages
         return row
+
+
+def _usable(prefix: Prefix) -> bool:
+    """Whether a prefix survived what was done to it. A prefill that failed when it was called leaves nothing of what was
+    donated to it; one that failed on the device leaves arrays that hold the error. Does not wait for the device."""
+    leaves = jax.tree.leaves(prefix)
+    if any(leaf.is_deleted() for leaf in leaves):
+        return False
+    if leaves[-1].is_ready():
+        try:
+            leaves[-1].block_until_ready()
+        except jax.errors.JaxRuntimeError:
+            return False  # whoever read the step has the error
+    return True
 
 
 def _unpack_results(packed: np.ndarray) -> TokenResults:

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.checkpoints import Checkpoint, CheckpointError
 from engine.config import ModelConfig
-from engine.families import Family, get_family
+from engine.families import Family, TensorNames, get_family
 from engine.weights import LayerWeights, Weights
 
 Fill = Callable[[np.ndarray], None]  # writes one array of the tree, in place
@@ -104,17 +104,21 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(read: Callable[[], np.ndarray]) -> Fill:
-    """Fills a whole array with one tensor."""
+Read = Callable[[], np.ndarray]
+
+
+def _copy(read: Read, offset: float = 0.0) -> Fill:
+    """Fills a whole array with one tensor, ``offset`` added in float32."""
 
     def fill(out: np.ndarray) -> None:
-        np.copyto(out, read().reshape(out.shape), casting="unsafe")
+        values = read().reshape(out.shape)
+        np.copyto(out, values.astype(np.float32) + np.float32(offset) if offset else values, casting="unsafe")
 
     return fill
 
 
 def _stack(fills: list[Fill]) -> Fill:
-    """Fills the leading dimension, one entry per layer."""
+    """Fills the leading dimension, one entry per layer or expert."""
 
     def fill(out: np.ndarray) -> None:
         for index, one in enumerate(fills):
@@ -123,7 +127,7 @@ def _stack(fills: list[Fill]) -> Fill:
     return fill
 
 
-def _fuse_gate_up(gate: Callable[[], np.ndarray], up: Callable[[], np.ndarray]) -> Fill:
+def _fuse_gate_up(gate: Read, up: Read) -> Fill:
     """Fills [2, ffn, ...]."""
 
     def fill(out: np.ndarray) -> None:
@@ -133,7 +137,7 @@ def _fuse_gate_up(gate: Callable[[], np.ndarray], up: Callable[[], np.ndarray]) 
     return fill
 
 
-def _fuse_qkv(q: Callable[[], np.ndarray], k: Callable[[], np.ndarray], v: Callable[[], np.ndarray]) -> Fill:
+def _fuse_qkv(q: Read, k: Read, v: Read) -> Fill:
     """Fills [kv_heads, queries_per_kv + 2, head_dim, ...] from q [heads * head_dim, ...] and k, v [kv_heads * head_dim,
     ...].
     """
@@ -147,60 +151,130 @@ def _fuse_qkv(q: Callable[[], np.ndarray], k: Callable[[], np.ndarray], v: Calla
     return fill
 
 
+def _split(read: Read, fuse: Callable[..., Fill], *sizes: int) -> Fill:
+    """Fills from one tensor whose rows are several modules' one after the other. It is read once."""
+
+    def fill(out: np.ndarray) -> None:
+        parts = np.split(read(), np.cumsum(sizes)[:-1])
+        fuse(*[lambda part=part: part for part in parts])(out)
+
+    return fill
+
+
 def _fills(reader: Reader, family: Family, model: ModelConfig, abstract: Weights) -> Weights:
     """A tree like the abstract one that holds what fills each array."""
     names, hidden = family.tensors, model.hidden_size
     first, groups = 0, []
     for group in abstract.layers:
-        layers = range(first, first := first + group.attention_norm.shape[0])
-        per_layer = [_layer_fills(reader, family, model, layer) for layer in layers]
-        groups.append(
-            LayerWeights(
-                **{
-                    field: None if leaf is None else _stack([fills[field] for fills in per_layer])
-                    for field, leaf in vars(group).items()
-                }
-            )
-        )
+        fields = {field for field, leaf in vars(group).items() if leaf is not None}
+        layers = range(first, first := first + group.qkv.shape[0])
+        per_layer = [_LayerFills(reader, names, model, layer).fields(fields) for layer in layers]
+        groups.append(LayerWeights(**{field: _stack([fills[field] for fills in per_layer]) for field in fields}))
     if first != model.num_layers:
         raise ValueError(f"the abstract weights hold {first} layers, the model has {model.num_layers}")
     return Weights(
         embed=_copy(reader.tensor(names.embed, model.vocab_size, hidden)),
         layers=tuple(groups),
-        final_norm=_copy(reader.tensor(names.final_norm, hidden)),
+        final_norm=_copy(reader.tensor(names.final_norm, hidden), model.norm_offset),
         head=None if abstract.head is None else _copy(reader.tensor(names.head, model.vocab_size, hidden)),
     )
 
 
-def _layer_fills(reader: Reader, family: Family, model: ModelConfig, layer: int) -> dict[str, Fill]:
+class _LayerFills:
     """What fills each field of `LayerWeights` for one layer, without the leading dimension."""
-    names, hidden, ffn = family.tensors, model.hidden_size, model.intermediate_size
-    q_rows, kv_rows = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
-    def tensor(name: str, *shape: int) -> Callable[[], np.ndarray]:
-        return reader.tensor(name.format(layer=layer), *shape)
+    def __init__(self, reader: Reader, names: TensorNames, model: ModelConfig, layer: int):
+        self.reader, self.names, self.model, self.layer = reader, names, model, layer
+        self.q_rows, self.kv_rows = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
-    def weight(module: str, *shape: int) -> Callable[[], np.ndarray]:
-        return tensor(module + ".weight", *shape)
+    def fields(self, wanted: set[str]) -> dict[str, Fill]:
+        """Those that the model has."""
+        return {field: getattr(self, field)() for field in wanted}
 
-    def bias(module: str, size: int) -> Callable[[], np.ndarray]:
-        return tensor(module + ".bias", size)
+    def tensor(self, name: str, *shape: int, **place: int) -> Read:
+        return self.reader.tensor(name.format(layer=self.layer, **place), *shape)
 
-    fills = {
-        "attention_norm": _copy(tensor(names.attention_norm, hidden)),
-        "qkv": _fuse_qkv(
-            weight(names.q, q_rows, hidden), weight(names.k, kv_rows, hidden), weight(names.v, kv_rows, hidden)
-        ),
-        "o": _copy(weight(names.o, hidden, q_rows)),
-        "mlp_norm": _copy(tensor(names.mlp_norm, hidden)),
-        "gate_up": _fuse_gate_up(weight(names.gate, ffn, hidden), weight(names.up, ffn, hidden)),
-        "down": _copy(weight(names.down, hidden, ffn)),
-    }
-    if model.qkv_bias:
-        fills["qkv_bias"] = _fuse_qkv(bias(names.q, q_rows), bias(names.k, kv_rows), bias(names.v, kv_rows))
-    if model.o_bias:
-        fills["o_bias"] = _copy(bias(names.o, hidden))
-    if model.mlp_bias:
-        fills["gate_up_bias"] = _fuse_gate_up(bias(names.gate, ffn), bias(names.up, ffn))
-        fills["down_bias"] = _copy(bias(names.down, hidden))
-    return fills
+    def norm(self, name: str, *shape: int) -> Fill:
+        return _copy(self.tensor(name, *shape), self.model.norm_offset)
+
+    def attention_norm(self) -> Fill:
+        return self.norm(self.names.attention_norm, self.model.hidden_size)
+
+    def attention_post_norm(self) -> Fill:
+        return self.norm(self.names.attention_post_norm, self.model.hidden_size)
+
+    def mlp_norm(self) -> Fill:
+        return self.norm(self.names.mlp_norm, self.model.hidden_size)
+
+    def mlp_post_norm(self) -> Fill:
+        return self.norm(self.names.mlp_post_norm, self.model.hidden_size)
+
+    def q_norm(self) -> Fill:
+        return self.norm(self.names.q_norm, self.model.head_dim if self.model.qk_norm == "head" else self.q_rows)
+
+    def k_norm(self) -> Fill:
+        return self.norm(self.names.k_norm, self.model.head_dim if self.model.qk_norm == "head" else self.kv_rows)
+
+    def sinks(self) -> Fill:
+        return _copy(self.tensor(self.names.sinks, self.model.num_heads))
+
+    def qkv(self) -> Fill:
+        return self._qkv(".weight", self.model.hidden_size)
+
+    def qkv_bias(self) -> Fill:
+        return self._qkv(".bias")
+
+    def _qkv(self, suffix: str, *columns: int) -> Fill:
+        names, sizes = self.names, (self.q_rows, self.kv_rows, self.kv_rows)
+        if names.qkv is not None:
+            return _split(self.tensor(names.qkv + suffix, sum(sizes), *columns), _fuse_qkv, *sizes)
+        modules = zip((names.q, names.k, names.v), sizes, strict=True)
+        return _fuse_qkv(*[self.tensor(module + suffix, size, *columns) for module, size in modules])
+
+    def o(self) -> Fill:
+        return _copy(self.tensor(self.names.o + ".weight", self.model.hidden_size, self.q_rows))
+
+    def o_bias(self) -> Fill:
+        return _copy(self.tensor(self.names.o + ".bias", self.model.hidden_size))
+
+    def gate_up(self) -> Fill:
+        return self._gate_up(".weight", self.model.hidden_size)
+
+    def gate_up_bias(self) -> Fill:
+        return self._gate_up(".bias")
+
+    def _gate_up(self, suffix: str, *columns: int) -> Fill:
+        names, ffn = self.names, self.model.intermediate_size
+        if self.model.moe is not None:
+            return self._experts(
+                lambda expert: _fuse_gate_up(
+                    self.tensor(names.expert_gate + suffix, ffn, *columns, expert=expert),
+                    self.tensor(names.expert_up + suffix, ffn, *columns, expert=expert),
+                )
+            )
+        if names.gate_up is not None:
+            return _split(self.tensor(names.gate_up + suffix, 2 * ffn, *columns), _fuse_gate_up, ffn, ffn)
+        return _fuse_gate_up(self.tensor(names.gate + suffix, ffn, *columns), self.tensor(names.up + suffix, ffn, *columns))
+
+    def down(self) -> Fill:
+        return self._down(".weight", self.model.intermediate_size)
+
+    def down_bias(self) -> Fill:
+        return self._down(".bias")
+
+    def _down(self, suffix: str, *columns: int) -> Fill:
+        names, hidden = self.names, self.model.hidden_size
+        if self.model.moe is None:
+            return _copy(self.tensor(names.down + suffix, hidden, *columns))
+        return self._experts(
+            lambda expert: _copy(self.tensor(names.expert_down + suffix, hidden, *columns, expert=expert))
+        )
+
+    def _experts(self, fill: Callable[[int], Fill]) -> Fill:
+        return _stack([fill(expert) for expert in range(self.model.moe.experts)])
+
+    def router(self) -> Fill:
+        return _copy(self.tensor(self.names.router + ".weight", self.model.moe.experts, self.model.hidden_size))
+
+    def router_bias(self) -> Fill:
+        return _copy(self.tensor(self.names.router + ".bias", self.model.moe.experts))

@@ -2,20 +2,31 @@
 
 `run_layers` takes the hidden states of some rows through all layers. Rows are the tokens of one prompt chunk in prefill and
 one token of each sequence in decode; where keys and values are kept, and what is attended to, is the caller's `Cache`.
+
+Layers may be of several kinds (`LayerKind`). Unrolled, a layer's kind is static: each kind is traced once. Scanned, what differs
+between kinds is looked up in small arrays by the layer's number.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from engine.attention import Scoring
 from engine.config import ModelConfig
-from engine.rope import rotate, rotation
+from engine.layers import gated, linear, rms_norm
+from engine.moe import mixture
+from engine.rope import rotary_dim, rotate, rotation
 from engine.weights import LayerWeights, Weights
 
 Pools = tuple[jax.Array, jax.Array]  # keys and values of one layer group, leading dimension n
+CosSin = tuple[jax.Array, jax.Array]
+
+_EVERYTHING = 2**30  # tokens: the window of layers without one, beside layers with one
 
 
 class Cache(Protocol):
@@ -28,39 +39,18 @@ class Cache(Protocol):
         q: jax.Array,  # [rows, kv_heads, queries_per_kv, head_dim]
         k: jax.Array,  # [rows, kv_heads, head_dim]
         v: jax.Array,
+        scoring: Scoring,
+        window: jax.Array | int | None,
+        sinks: jax.Array | None,  # [kv_heads, queries_per_kv]
     ) -> tuple[Pools, jax.Array]:
         """Stores k and v in ``layer`` of the pools, then attends: the new pools, and [rows, kv_heads, queries_per_kv, head_dim]."""
 
 
-def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [rows, in] times weight [out, in], the weight as left operand: [rows, out]."""
-    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
-    return y if bias is None else y + bias[None]
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square layer normalization (arXiv:1910.07467) in float32."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return weight[None] * normed.astype(x.dtype)
-
-
-def activation(name: str, x: jax.Array) -> jax.Array:
-    """The feed-forward activation by its name in `ModelConfig`."""
-    match name:
-        case "silu":
-            return jax.nn.silu(x)
-        case "gelu":
-            return jax.nn.gelu(x, approximate=False)
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-    raise ValueError(f"unknown activation {name!r}")
-
-
-def embed(weights: Weights, tokens: jax.Array) -> jax.Array:
+def embed(model: ModelConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
     """Hidden states of tokens, int32 [rows] -> [rows, hidden]."""
     with jax.named_scope("embed"):
-        return weights.embed.at[tokens].get(mode="clip")
+        x = weights.embed.at[tokens].get(mode="clip")
+        return x if model.embed_scale == 1.0 else x * jnp.asarray(model.embed_scale, x.dtype)
 
 
 def run_layers(
@@ -68,28 +58,35 @@ def run_layers(
     weights: Weights,
     x: jax.Array,  # [rows, hidden]
     positions: jax.Array,  # int32 [rows]
+    context: jax.Array,  # int32 [rows]: tokens of the whole sequence, for rotary embeddings that follow it
     keys: tuple[jax.Array, ...],  # one array per layer group
     values: tuple[jax.Array, ...],
     cache: Cache,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """All layers: the hidden states [rows, hidden] before the final norm, and the new keys and values."""
-    cos_sin = rotation(model.rope, model.head_dim, positions)
+    rotations = [
+        None if kind.rope is None else rotation(kind.rope, model.head_dim, positions, context) for kind in model.kinds
+    ]
 
-    # A function of its own is traced once for all unrolled layers; XLA inlines it, so the donation of the pools holds.
-    @jax.jit
-    def only_layer(group, x, pools):
-        return _layer(model, jax.tree.map(lambda leaf: leaf[0], group), x, cos_sin, pools, 0, cache)
+    # A function of its own is traced once for all unrolled layers of a kind; XLA inlines it, so the donation of the pools holds.
+    @functools.partial(jax.jit, static_argnums=0)
+    def only_layer(kind, group, x, pools):
+        one, window = jax.tree.map(lambda leaf: leaf[0], group), model.kinds[kind].window
+        return _layer(model, one, x, rotations[kind], window, pools, 0, cache)
 
-    def all_layers(group, x, pools):
+    def all_layers(pattern, group, x, pools):
+        look_up = _kinds_as_data(model, pattern, rotations, x.shape[0])
+
         def step(carry, layer_and_weights):
             layer, one = layer_and_weights
-            return _layer(model, one, carry[0], cos_sin, carry[1], layer, cache), None
+            return _layer(model, one, carry[0], *look_up(layer), carry[1], layer, cache), None
 
-        return jax.lax.scan(step, (x, pools), (jnp.arange(pools[0].shape[0]), group))[0]
+        return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
 
-    new_pools = []
+    new_pools, first = [], 0
     for group, *pools in zip(weights.layers, keys, values, strict=True):
-        run = only_layer if pools[0].shape[0] == 1 else all_layers
+        pattern = model.pattern[first : (first := first + pools[0].shape[0])]
+        run = functools.partial(only_layer, pattern[0]) if len(pattern) == 1 else functools.partial(all_layers, pattern)
         x, pools = run(group, x, tuple(pools))
         new_pools.append(pools)
     keys, values = zip(*new_pools, strict=True)
@@ -100,34 +97,81 @@ def logits(model: ModelConfig, weights: Weights, x: jax.Array) -> jax.Array:
     """Float32 logits [rows, vocab] of hidden states [rows, hidden] as `run_layers` leaves them."""
     with jax.named_scope("logits"):
         head = weights.embed if weights.head is None else weights.head
-        return linear(head, rms_norm(x, weights.final_norm, model.norm_eps)).astype(jnp.float32)
+        scores = linear(head, _norm(model, x, weights.final_norm)).astype(jnp.float32)
+        if model.logit_scale != 1.0:
+            scores *= model.logit_scale
+        if model.logit_softcap is not None:
+            scores = model.logit_softcap * jnp.tanh(scores / model.logit_softcap)
+        return scores
+
+
+def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: list[CosSin | None], rows: int):
+    """A function from the layer's number within its group to its rotation and window; constants where all layers agree."""
+    kinds = sorted(set(pattern))
+    if len(kinds) == 1:
+        return lambda layer: (rotations[kinds[0]], model.kinds[kinds[0]].window)
+    widths = {rotary_dim(kind.rope, model.head_dim) for kind in model.kinds if kind.rope is not None}
+    if len(widths) > 1:
+        raise ValueError(f"layers that rotate {sorted(widths)} dimensions cannot be scanned together")
+    still = (jnp.ones((rows, max(widths) // 2)), jnp.zeros((rows, max(widths) // 2)))  # rotates by nothing
+    cos, sin = (jnp.stack(parts) for parts in zip(*(still if pair is None else pair for pair in rotations), strict=True))
+    windows = np.array([kind.window or _EVERYTHING for kind in model.kinds], np.int32)
+    number = jnp.asarray(np.array(pattern, np.int32))
+
+    def look_up(layer: jax.Array) -> tuple[CosSin, jax.Array | None]:
+        kind = number[layer]
+        return (cos[kind], sin[kind]), jnp.asarray(windows)[kind] if windows.min() < _EVERYTHING else None
+
+    return look_up
+
+
+def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """The norm, or x itself where the model has none here."""
+    return x if weight is None else rms_norm(x, weight, model.norm_eps, wide=model.wide_norms)
 
 
 def _layer(
     model: ModelConfig,
     weights: LayerWeights,  # of this layer: no leading dimension
     x: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
+    cos_sin: CosSin | None,
+    window: jax.Array | int | None,
     pools: Pools,
     layer: jax.Array | int,
     cache: Cache,
 ) -> tuple[jax.Array, Pools]:
     rows = x.shape[0]
     with jax.named_scope("qkv"):
-        normed = rms_norm(x, weights.attention_norm, model.norm_eps)
+        normed = _norm(model, x, weights.attention_norm)
         bias = None if weights.qkv_bias is None else weights.qkv_bias.reshape(-1)
         qkv = linear(weights.qkv.reshape(-1, model.hidden_size), normed, bias)
         qkv = qkv.reshape(rows, model.num_kv_heads, model.queries_per_kv + 2, model.head_dim)
+        queries_and_key = qkv[:, :, :-1]
+        if model.qk_norm != "none":
+            q, k = _norm(model, qkv[:, :, :-2], weights.q_norm), _norm(model, qkv[:, :, -2], weights.k_norm)
+            queries_and_key = jnp.concatenate([q, k[:, :, None]], axis=2)
     with jax.named_scope("rope"):
-        queries_and_key = rotate(qkv[:, :, :-1], *cos_sin)
+        if cos_sin is not None:
+            queries_and_key = rotate(queries_and_key, *cos_sin)
         q, k, v = queries_and_key[:, :, :-1], queries_and_key[:, :, -1], qkv[:, :, -1]
     with jax.named_scope("attention"):
-        pools, attended = cache.attend(pools, layer, q, k, v)
-        x = x + linear(weights.o, attended.reshape(rows, -1), weights.o_bias)
+        scoring = Scoring(model.query_scale, model.attention_softcap)
+        pools, attended = cache.attend(pools, layer, q, k, v, scoring, window, weights.sinks)
+        attended = linear(weights.o, attended.reshape(rows, -1), weights.o_bias)
+        x = _add(model, x, _norm(model, attended, weights.attention_post_norm))
     with jax.named_scope("mlp"):
-        normed = rms_norm(x, weights.mlp_norm, model.norm_eps)
-        bias = None if weights.gate_up_bias is None else weights.gate_up_bias.reshape(-1)
-        gate_up = linear(weights.gate_up.reshape(-1, model.hidden_size), normed, bias)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        x = x + linear(weights.down, activation(model.activation, gate) * up, weights.down_bias)
+        normed = _norm(model, x, weights.mlp_norm)
+        out = _mlp(model, weights, normed) if model.moe is None else mixture(model, weights, normed)
+        x = _add(model, x, _norm(model, out, weights.mlp_post_norm))
     return x, pools
+
+
+def _mlp(model: ModelConfig, weights: LayerWeights, x: jax.Array) -> jax.Array:
+    bias = None if weights.gate_up_bias is None else weights.gate_up_bias.reshape(-1)
+    gate_up = linear(weights.gate_up.reshape(-1, model.hidden_size), x, bias)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return linear(weights.down, gated(model.activation, gate, up), weights.down_bias)
+
+
+def _add(model: ModelConfig, x: jax.Array, change: jax.Array) -> jax.Array:
+    return x + change if model.residual_scale == 1.0 else x + change * jnp.asarray(model.residual_scale, x.dtype)

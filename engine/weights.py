@@ -24,18 +24,28 @@ Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
 
 @struct.dataclass
 class LayerWeights:
-    """One group of ``n`` layers. Biases are `None` where the model has none."""
+    """One group of ``n`` layers. `None` where the model has no such weight.
 
-    attention_norm: Array  # [n, hidden]
+    In a mixture of experts the feed-forward matrices and their biases have a dimension ``experts`` after ``n``.
+    """
+
     qkv: Array  # [n, kv_heads, queries_per_kv + 2, head_dim, hidden]: each kv head's queries, then its key, then its value
-    qkv_bias: Array | None  # [n, kv_heads, queries_per_kv + 2, head_dim]
     o: Array  # [n, hidden, heads * head_dim]
-    o_bias: Array | None  # [n, hidden]
-    mlp_norm: Array  # [n, hidden]
     gate_up: Array  # [n, 2, ffn, hidden]: gate, then up
-    gate_up_bias: Array | None  # [n, 2, ffn]
     down: Array  # [n, hidden, ffn]
-    down_bias: Array | None  # [n, hidden]
+    attention_norm: Array | None = None  # [n, hidden]
+    attention_post_norm: Array | None = None  # [n, hidden]
+    mlp_norm: Array | None = None  # [n, hidden]
+    mlp_post_norm: Array | None = None  # [n, hidden]
+    q_norm: Array | None = None  # [n, head_dim], or of the whole projection: [n, kv_heads, queries_per_kv, head_dim]
+    k_norm: Array | None = None  # [n, head_dim], or of the whole projection: [n, kv_heads, head_dim]
+    sinks: Array | None = None  # [n, kv_heads, queries_per_kv]
+    qkv_bias: Array | None = None  # [n, kv_heads, queries_per_kv + 2, head_dim]
+    o_bias: Array | None = None  # [n, hidden]
+    gate_up_bias: Array | None = None  # [n, 2, ffn]
+    down_bias: Array | None = None  # [n, hidden]
+    router: Array | None = None  # [n, experts, hidden]
+    router_bias: Array | None = None  # [n, experts]
 
 
 @struct.dataclass
@@ -56,32 +66,48 @@ def layer_groups(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:
 def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Weights:
     """Shapes, dtypes and shardings of all weights."""
 
-    def array(*dimensions: tuple[int, str | None]) -> jax.ShapeDtypeStruct:
+    def array(*dimensions: tuple[int, str | None], dtype: str = config.dtype) -> jax.ShapeDtypeStruct:
         shape, axes = zip(*dimensions, strict=True)
-        return describe(mesh, shape, config.dtype, axes)
+        return describe(mesh, shape, dtype, axes)
+
+    def norm(*dimensions: tuple[int, str | None]) -> jax.ShapeDtypeStruct:
+        return array(*dimensions, dtype="float32" if model.wide_norms else config.dtype)
 
     vocab, hidden = (model.vocab_size, "vocab"), (model.hidden_size, None)
     kv_heads, head_dim = (model.num_kv_heads, "kv_heads"), (model.head_dim, None)
-    per_kv_head, ffn, two = (model.queries_per_kv + 2, None), (model.intermediate_size, "ffn"), (2, None)
+    queries, per_kv_head = (model.queries_per_kv, None), (model.queries_per_kv + 2, None)
+    ffn, two = (model.intermediate_size, "ffn"), (2, None)
+    moe = model.moe
+    experts = () if moe is None else ((moe.experts, None),)
+    before, after = model.norms in ("pre", "both"), model.norms in ("post", "both")
 
     def group(layers: int) -> LayerWeights:
         n = (layers, None)
+        q_norm = {"none": None, "head": (n, head_dim), "projection": (n, kv_heads, queries, head_dim)}[model.qk_norm]
+        k_norm = {"none": None, "head": (n, head_dim), "projection": (n, kv_heads, head_dim)}[model.qk_norm]
         return LayerWeights(
-            attention_norm=array(n, hidden),
             qkv=array(n, kv_heads, per_kv_head, head_dim, hidden),
-            qkv_bias=array(n, kv_heads, per_kv_head, head_dim) if model.qkv_bias else None,
             o=array(n, hidden, (model.num_heads * model.head_dim, "heads")),
+            gate_up=array(n, *experts, two, ffn, hidden),
+            down=array(n, *experts, hidden, ffn),
+            attention_norm=norm(n, hidden) if before else None,
+            attention_post_norm=norm(n, hidden) if after else None,
+            mlp_norm=norm(n, hidden) if before else None,
+            mlp_post_norm=norm(n, hidden) if after else None,
+            q_norm=None if q_norm is None else norm(*q_norm),
+            k_norm=None if k_norm is None else norm(*k_norm),
+            sinks=array(n, kv_heads, queries) if model.sinks else None,
+            qkv_bias=array(n, kv_heads, per_kv_head, head_dim) if model.qkv_bias else None,
             o_bias=array(n, hidden) if model.o_bias else None,
-            mlp_norm=array(n, hidden),
-            gate_up=array(n, two, ffn, hidden),
-            gate_up_bias=array(n, two, ffn) if model.mlp_bias else None,
-            down=array(n, hidden, ffn),
-            down_bias=array(n, hidden) if model.mlp_bias else None,
+            gate_up_bias=array(n, *experts, two, ffn) if model.mlp_bias else None,
+            down_bias=array(n, *experts, hidden) if model.mlp_bias else None,
+            router=None if moe is None else array(n, *experts, hidden),
+            router_bias=array(n, *experts) if moe is not None and moe.bias else None,
         )
 
     return Weights(
         embed=array(vocab, hidden),
         layers=tuple(group(layers) for layers in layer_groups(model, config)),
-        final_norm=array(hidden),
+        final_norm=norm(hidden),
         head=None if model.tie_embeddings else array(vocab, hidden),
     )

@@ -9,12 +9,34 @@ from __future__ import annotations
 
 from engine.config import ConfigError, ModelConfig
 from engine.families.family import Family, TensorNames
-from engine.families.llama import LLAMA, MISTRAL
-from engine.families.qwen2 import QWEN2
+from engine.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_VISION
+from engine.families.granite import GRANITE
+from engine.families.llama import LLAMA
+from engine.families.mistral import MISTRAL
+from engine.families.mixtral import MIXTRAL
+from engine.families.olmo2 import OLMO2
+from engine.families.phi3 import PHI3
+from engine.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from engine.families.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "TensorNames", "find_family", "get_family", "load_config"]
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_VISION,
+    PHI3,
+    OLMO2,
+    SMOLLM3,
+    GRANITE,
+)
 
 
 def find_family(hf: dict) -> Family:

@@ -6,28 +6,40 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from engine.config import ConfigError, ModelConfig
+from engine.config import ConfigError, ModelConfig, MoeConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """Hugging Face names of the decoder's fields; ``{layer}`` stands for the layer's number.
+    """Hugging Face names of the decoder's fields; ``{layer}`` stands for the layer's number, ``{expert}`` for an expert's.
 
-    q, k, v, o, gate, up and down are modules: ``.weight`` and, where the model has one, ``.bias`` follow.
+    q, k, v, o, gate, up, down, router and the experts are modules: ``.weight`` and, where the model has one, ``.bias`` follow.
+    Where ``qkv`` or ``gate_up`` is given, the checkpoint has these as one module, rows one after the other.
     """
 
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     attention_norm: str = "model.layers.{layer}.input_layernorm.weight"
+    attention_post_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
     q: str = "model.layers.{layer}.self_attn.q_proj"
     k: str = "model.layers.{layer}.self_attn.k_proj"
     v: str = "model.layers.{layer}.self_attn.v_proj"
     o: str = "model.layers.{layer}.self_attn.o_proj"
+    qkv: str | None = None
+    q_norm: str = "model.layers.{layer}.self_attn.q_norm.weight"
+    k_norm: str = "model.layers.{layer}.self_attn.k_norm.weight"
+    sinks: str = "model.layers.{layer}.self_attn.sinks"
     mlp_norm: str = "model.layers.{layer}.post_attention_layernorm.weight"
+    mlp_post_norm: str = "model.layers.{layer}.post_feedforward_layernorm.weight"
     gate: str = "model.layers.{layer}.mlp.gate_proj"
     up: str = "model.layers.{layer}.mlp.up_proj"
     down: str = "model.layers.{layer}.mlp.down_proj"
+    gate_up: str | None = None
+    router: str = "model.layers.{layer}.mlp.gate"
+    expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
+    expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
+    expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,28 @@ class Fields:
         if not isinstance(value, bool):
             raise self.fail(name, "true or false is needed")
         return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` positive numbers."""
+        value = self.hf.get(name)
+        if value is None:
+            raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
+        good = isinstance(value, list) and all(isinstance(item, (int, float)) and item > 0 for item in value)
+        if not good or len(value) != count:
+            raise ConfigError(f"{self.prefix}: {name} must be a list of {count} positive numbers")
+        return tuple(float(item) for item in value)
+
+    def moe(self, experts: int, per_token: int, *, normalize: bool, bias: bool = False) -> MoeConfig:
+        """A mixture of experts; the numbers are defaults. ``num_experts`` and ``num_local_experts`` are the same."""
+        name = "num_experts" if self.hf.get("num_experts") is not None else "num_local_experts"
+        experts, per_token = self.integer(name, experts), self.integer("num_experts_per_tok", per_token)
+        if per_token > experts:
+            raise self.fail("num_experts_per_tok", f"{name} is {experts}")
+        return MoeConfig(experts, per_token, normalize, bias)
+
+    def window(self, name: str = "sliding_window") -> int | None:
+        """A number of tokens, or none."""
+        return None if self.hf.get(name) is None else self.integer(name)
 
     def token(self, name: str) -> int | None:
         """A token id, or none. Lists (several EOS) are read by `tokens`."""

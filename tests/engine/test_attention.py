@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from engine.attention import attend_pages, attend_prefix
+from engine.attention import Scoring, attend_pages, attend_prefix
 
 
 def plain(q, keys, values, visible):
@@ -53,3 +53,34 @@ def test_prefix(start, tokens, capacity):
         for head in range(heads):
             want = plain(q[i, head], keys[1, head], values[1, head], np.arange(capacity) <= position)
             np.testing.assert_allclose(out[i, head], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 17, 300])
+@pytest.mark.parametrize("traced", [False, True])
+def test_windows_soft_caps_scales_and_sinks(window, traced):
+    """Both forms, across blocks: each query against one plain softmax over the tokens it sees and its sink."""
+    rng = np.random.default_rng(2)
+    heads, group, head_dim, length, page_size = 2, 2, 8, 290, 32
+    keys, values = rng.normal(size=(2, 1, heads, 320, head_dim)).astype(np.float32)
+    q = rng.normal(size=(2, heads, group, head_dim)).astype(np.float32)
+    sinks = rng.normal(size=(heads, group)).astype(np.float32)
+    scoring = Scoring(scale=0.7, softcap=1.5)
+    positions = np.array([length - 2, length - 1], np.int32)
+
+    def prefix(width):
+        return attend_prefix(q, keys, values, 0, positions, np.int32(length), scoring=scoring, window=width, sinks=sinks)
+
+    def pages(width):
+        pools = (pool.reshape(1, heads, 10, page_size, head_dim) for pool in (keys, values))
+        table = np.tile(np.arange(12, dtype=np.int32) % 10, (2, 1))
+        return attend_pages(q, *pools, 0, table, positions + 1, scoring=scoring, window=width, sinks=sinks)
+
+    for attend in (prefix, pages):
+        out = np.asarray(jax.jit(attend)(np.int32(window)) if traced else jax.jit(lambda attend=attend: attend(window))())
+        for row, position in enumerate(positions):
+            seen = slice(max(0, position - window + 1), position + 1)
+            for head in range(heads):
+                scores = 1.5 * np.tanh(0.7 * q[row, head].astype(np.float64) @ keys[0, head, seen].T / 1.5)
+                weights = np.exp(scores)
+                weights /= weights.sum(-1, keepdims=True) + np.exp(sinks[head].astype(np.float64))[:, None]
+                np.testing.assert_allclose(out[row, head], weights @ values[0, head, seen], atol=1e-5)

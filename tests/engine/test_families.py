@@ -1,5 +1,8 @@
 """Reading config.json in every spelling, and refusing what is not understood."""
 
+import dataclasses
+import math
+
 import pytest
 
 from engine.config import ConfigError, RopeConfig
@@ -97,6 +100,69 @@ def test_other_families():
     assert load(architectures=None, model_type="qwen2").family == "qwen2"
 
 
+def windows(model):
+    return [model.kinds[kind].window for kind in model.pattern]
+
+
+def test_which_layers_slide():
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert windows(load(**mistral, sliding_window=128)) == [128, 128]
+    assert windows(load(**mistral, sliding_window=None)) == [None, None]
+    assert windows(load(**mistral, max_position_embeddings=8192)) == [4096, 4096]  # transformers' default
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 128}
+    assert windows(load(**qwen, max_window_layers=1)) == [None, 128]
+    assert windows(load(**qwen, layer_types=["sliding_attention", "full_attention"])) == [128, None]
+    assert windows(load(architectures=["Gemma2ForCausalLM"], sliding_window=128)) == [128, None]
+    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 128, "num_hidden_layers": 7}
+    assert windows(load(**gemma3)) == [128] * 5 + [None, 128]
+    assert windows(load(**gemma3, sliding_window_pattern=2)) == [128, None, 128, None, 128, None, 128]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ],
+)
+def test_spellings_of_rope_per_layer_type(spelling):
+    model = load(architectures=["Gemma3ForCausalLM"], sliding_window=128, num_hidden_layers=6, **spelling)
+    ropes = [model.kinds[kind].rope for kind in model.pattern]
+    assert ropes == [RopeConfig(1e4)] * 5 + [RopeConfig(1e6, "linear", 8.0)]
+
+
+def test_gemma3_with_vision_is_its_text_model():
+    text = {**BASE, "architectures": None, "model_type": "gemma3_text", "sliding_window": 128, "head_dim": 16}
+    vision = load_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]})
+    alone = load_config({**text, "architectures": ["Gemma3ForCausalLM"], "eos_token_id": [1, 106]})
+    assert vision == dataclasses.replace(alone, family="gemma3_vision")
+
+
+def test_regimes_of_the_rope_that_follows_length():
+    static = load(rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    assert not static.follows_length and static.regime(10**6) == (0,)
+    dynamic = load(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert dynamic.follows_length and dynamic.max_position == 1024
+    assert [dynamic.regime(length) for length in (1, 512, 513, 514)] == [(0,), (0,), (513,), (514,)]
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for name in ("su", "longrope"):
+        long = load(original_max_position_embeddings=128, rope_scaling={"type": name, **factors})
+        assert [long.regime(length) for length in (1, 128, 129, 512)] == [(0,), (0,), (1,), (1,)]
+        assert long.rope.attention_factor == pytest.approx((1 + math.log(4) / math.log(128)) ** 0.5)
+
+
+def test_yarn_reaches_beyond_what_the_config_calls_its_length():
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    model = load(rope_scaling=rope)
+    assert model.max_position == 2048 and model.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
 @pytest.mark.parametrize(
     "changes, parts",
     [
@@ -104,9 +170,14 @@ def test_other_families():
         ({"architectures": None, "model_type": "gpt9"}, ["model_type", "gpt9"]),
         ({"architectures": [], "model_type": None}, ["model_type"]),
         ({"hidden_act": "relu2"}, ["hidden_act", "relu2"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling", "yarn"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "longrope"]),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, ["rope_scaling", "mrope"]),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, ["rope_scaling", "alpha"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "factor"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "short_factor"]),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            ["rope_parameters", "long_factor", "8"],
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "full_attention"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor"]),
@@ -126,8 +197,22 @@ def test_other_families():
         ({"bos_token_id": [1, 2]}, ["bos_token_id"]),
         ({"pretraining_tp": 2}, ["pretraining_tp"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, ["sliding_window", "128"]),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, ["sliding_window", "-1"]),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, ["layer_types"]),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention", "linear_attention"]},
+            ["layer_types", "linear_attention"],
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}}, ["rope_parameters", "rope_theta"]),
+        ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["text_config"]),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, ["no_rope_layers"]),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8"]),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8, "mlp_only_layers": [1]},
+            ["mlp_only_layers"],
+        ),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.1}, ["partial_rotary_factor"]),
     ],
 )
 def test_refusals_name_field_and_value(changes, parts):

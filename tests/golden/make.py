@@ -4,7 +4,7 @@
     golden/bin/python tests/golden/make.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
 What it writes: ``tiny_llama/`` (a random Llama, its log-probs at each position of some prompts, and greedy
-continuations without near ties, both in float64), ``smollm2.json`` (greedy continuations by transformers of the same
+continuations without near ties, both in float64), ``families/`` (see `families.py`), ``smollm2.json`` (greedy continuations by transformers of the same
 GGUF in float32), ``smollm2_tokenizer.json`` (ids and chat renderings), ``versions.json``. It also checks that
 `known.make` does what it says.
 """
@@ -18,6 +18,7 @@ import pathlib
 import platform
 import tempfile
 
+import families
 import known
 import numpy as np
 import safetensors
@@ -292,12 +293,13 @@ def dump(name: str, value: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--gguf", type=pathlib.Path, help="the default model's file; without it, only the tiny Llama is made"
+        "--gguf", type=pathlib.Path, help="the default model's file; without it, the tiny models only"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     check_known()
     make_tiny()
+    families.make()
     if arguments.gguf is not None:
         make_smollm2(arguments.gguf)
     modules = {

@@ -1,0 +1,47 @@
+"""What layers are made of: linear maps, norms, activations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+SWIGLU_GAIN, SWIGLU_LIMIT = 1.702, 7.0  # of ``clamped_swiglu``: GPT-OSS's
+
+
+def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [rows, in] times weight [out, in], the weight as left operand: [rows, out]."""
+    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
+    return y if bias is None else y + bias[None]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False) -> jax.Array:
+    """Root mean square layer normalization (arXiv:1910.07467) in float32, over as many last dimensions as the weight has.
+
+    With ``wide`` the weight, float32, multiplies before the result is rounded to x's dtype; without it, after.
+    """
+    axes = tuple(range(-weight.ndim, 0))
+    values = x.astype(jnp.float32)
+    normed = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=axes, keepdims=True) + eps)
+    weight = weight[(None,) * (x.ndim - weight.ndim)]
+    return (weight * normed).astype(x.dtype) if wide else weight * normed.astype(x.dtype)
+
+
+def activation(name: str, x: jax.Array) -> jax.Array:
+    """The feed-forward activation by its name in `ModelConfig`."""
+    match name:
+        case "silu":
+            return jax.nn.silu(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+    raise ValueError(f"unknown activation {name!r}")
+
+
+def gated(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gated linear unit of a feed-forward layer (arXiv:2002.05202)."""
+    if name == "clamped_swiglu":
+        gate = jnp.minimum(gate, SWIGLU_LIMIT)
+        up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * jax.nn.sigmoid(gate * SWIGLU_GAIN) * (up + 1)
+    return activation(name, gate) * up
