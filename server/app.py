@@ -69,6 +69,7 @@ class Server:
             api_keys=config.api_key,
             tls=_read_tls(config),
             request_timeout=config.request_timeout,
+            on_death=lambda error: self._ends.put(error),
         )
         self.orchestrator: Orchestrator | None = None
         self.proxy: proxy_process.ProxyProcess | None = None

@@ -28,6 +28,7 @@ class Dispatched:
     step: Any
     rows: list[PlannedRow]
     at: float
+    counted: bool  # False for a step of the warmup proof's requests only
 
 
 class GenerateWorker:
@@ -47,7 +48,7 @@ class GenerateWorker:
                     self._fetch(task)
                 else:
                     self._insert(task)
-            dispatched = self._dispatch(self._plan())
+            dispatched = self._dispatch(*self._plan())
             if pending is not None:
                 self._commit(pending)
             pending = dispatched
@@ -112,8 +113,8 @@ class GenerateWorker:
         if task.last_output is not None:
             shared.outputs.put([task.last_output])
 
-    def _plan(self) -> list[PlannedRow]:
-        """The rows of the next step, without those a test's hook makes fail."""
+    def _plan(self) -> tuple[list[PlannedRow], bool]:
+        """The rows of the next step, without those a test's hook makes fail, and whether a client's is among them."""
         shared = self._shared
         with shared.lock:
             rows = shared.scheduler.plan()
@@ -127,24 +128,26 @@ class GenerateWorker:
                 sound.append(row)
             except Exception as error:
                 shared.fault(live, "decode", error)
-        return sound
+        return sound, any(live.counted for live in lives)
 
-    def _dispatch(self, rows: list[PlannedRow]) -> Dispatched | None:
+    def _dispatch(self, rows: list[PlannedRow], counted: bool) -> Dispatched | None:
         if not rows:
             return None
         at = self._shared.clock()
         self._shared.turns.stepping()
         step = self._engine.generate([Row(row.slot, row.page) for row in rows])
         self._shared.turns.stepped()
-        self._shared.metrics.batch_size.observe(len(rows))
-        return Dispatched(step, rows, at)
+        if counted:
+            self._shared.metrics.batch_size.observe(len(rows))
+        return Dispatched(step, rows, at, counted)
 
     def _commit(self, dispatched: Dispatched) -> None:
         """Waits for a step and takes its tokens in; what belongs to a stay that is over is dropped."""
         shared = self._shared
         results = self._engine.read(dispatched.step)
         now = shared.clock()
-        shared.metrics.decode_step_seconds.observe(now - max(dispatched.at, self._last_read))
+        if dispatched.counted:
+            shared.metrics.decode_step_seconds.observe(now - max(dispatched.at, self._last_read))
         self._last_read = now
         outputs = []
         with shared.lock:

@@ -73,6 +73,9 @@ class GrpcServer:
         api_keys: any of them is let in; none: everybody is.
         tls: certificate chain and private key, both PEM.
         request_timeout: seconds; a request over it ends with DEADLINE_EXCEEDED.
+        fault_hook: for tests: called as ("tokenize", text) where a prompt is tokenized; what it raises is a fault of
+            that request.
+        on_death: called when the thread of this server has died.
     """
 
     def __init__(
@@ -87,12 +90,16 @@ class GrpcServer:
         api_keys: tuple[str, ...] = (),
         tls: tuple[bytes, bytes] | None = None,
         request_timeout: float | None = None,
+        fault_hook: Callable[[str, str], None] | None = None,
+        on_death: Callable[[BaseException], None] | None = None,
     ):
         self.model_name = model_name
         self.metrics = metrics
         self.slots = slots
         self.warmup_report = warmup_report
         self.request_timeout = request_timeout
+        self.fault_hook = fault_hook
+        self.on_death: Callable[[BaseException], None] = on_death or (lambda error: None)
         self.created = int(time.time())
         self.proof_key = secrets.token_hex(16)
         self.model: Model | None = None
@@ -178,6 +185,7 @@ class GrpcServer:
             else:
                 logger.exception("the gRPC server died")
                 self.fail(f"the gRPC server died: {error}")
+                self.on_death(error)
 
     async def _serve(self, started: concurrent.futures.Future[None]) -> None:
         self._loop = asyncio.get_running_loop()

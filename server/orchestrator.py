@@ -219,6 +219,10 @@ class Orchestrator:
                 self._metrics.outcome(outcome)
                 log_outcome(request.id, outcome, error=error.message)
             raise
+        except Exception:
+            if not proof:
+                self._metrics.outcome("error")
+            raise
         self._deadlines.add(live)
         return Ticket(request.id, live, shared)
 

@@ -23,9 +23,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
-from server import validation, wire
+from server import checks, validation, wire
 from server.errors import InternalError, InvalidRequest, ServerError, Unavailable
-from server.metrics import Metrics
+from server.live_request import log_outcome
+from server.metrics import Metrics, Outcome
 from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink
 from server.tokenizers import Tokenizer
@@ -72,6 +73,7 @@ class Server(Protocol):
     model: Model | None
     request_timeout: float | None
     proof_key: str
+    fault_hook: Callable[[str, str], None] | None
     warmup_report: Callable[[], Mapping[str, Any]]
     workers: concurrent.futures.ThreadPoolExecutor
 
@@ -163,13 +165,12 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def _prepare(self, request: orchestrator_pb2.DecodeRequest, context: grpc.aio.ServicerContext, proof: bool):
         """Checks the call and makes the orchestrator's request; counts what is refused here."""
-        metrics = self._server.metrics
         try:
             model = self._loaded()
             if model.orchestrator.state != "ready" and not proof:
                 raise Unavailable(f"the server is {model.orchestrator.state}", retry_after=RETRY_STARTING)
-        except Unavailable:
-            metrics.outcome("rejected")
+        except Unavailable as error:
+            self._refused(request, "rejected", error)
             raise
         try:
             parsed = wire.fields_from_proto(request)
@@ -177,7 +178,7 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             if is_text:
                 text = request.text_content.text
                 validation.check_text_length(text, model.limits)
-                ids = await self._work(model.tokenizer.encode, text, add_bos=not request.has_bos)
+                ids = await self._work(self._encode, model.tokenizer, text, not request.has_bos)
             elif request.WhichOneof("content") == "token_content":
                 ids = request.token_content.token_ids
             else:
@@ -192,14 +193,14 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
                 detokenize=is_text or parsed.want_text or bool(parsed.stop),
                 deadline=time.monotonic() + timeout,
             )
-        except ServerError:
-            metrics.outcome("invalid")
+        except ServerError as error:
+            self._refused(request, "invalid", error)
             raise
         except asyncio.CancelledError:
-            metrics.outcome("cancelled")
+            self._refused(request, "cancelled", "the client left before its request was queued")
             raise
         except Exception:
-            metrics.outcome("error")
+            self._refused(request, "error", "a fault in reading the request")
             raise
         wire_prompt = None  # text of the echoed prompt; "" where only its log-probs are wanted
         if parsed.echo:
@@ -214,6 +215,21 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             prompt_logprobs=parsed.prompt_logprobs,
         )
         return StreamSink(asyncio.get_running_loop(), len(built.sampling)), writer, wire_prompt, built, model
+
+
+    def _encode(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
+        if self._server.fault_hook is not None:
+            self._server.fault_hook("tokenize", text)
+        return tokenizer.encode(text, add_bos=add_bos)
+
+    def _refused(self, request: orchestrator_pb2.DecodeRequest, outcome: Outcome, error: ServerError | str) -> None:
+        """Counts and logs a request that does not reach the orchestrator."""
+        self._server.metrics.outcome(outcome)
+        try:
+            identifier = checks.request_id(request.request_id)
+        except ValueError:
+            identifier = "-"
+        log_outcome(identifier, outcome, error=error if isinstance(error, str) else error.message)
 
 
 class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):

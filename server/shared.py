@@ -167,9 +167,10 @@ class Shared:
     def release(self, sequence: Sequence) -> None:
         """A sequence needs nothing any more."""
         self.scheduler.end(sequence)
-        if self.of.pop(sequence, None) is not None:
+        live = self.of.pop(sequence, None)
+        if live is not None:
             begun = self._began.pop(sequence, None)
-            if begun is not None:
+            if begun is not None and live.counted:
                 spent = self.clock() - begun
                 old = self.service_seconds
                 self.service_seconds = spent if old is None else 0.8 * old + 0.2 * spent

@@ -176,6 +176,47 @@ def test_a_fault_in_tokenizing_is_counted(doors, client, monkeypatch):
     assert doors.metrics.value("preheat_requests_total", outcome="error") == before + 1
 
 
+def test_a_fault_in_tokenizing_ends_that_request():
+    def hook(stage, text):
+        assert stage == "tokenize"
+        if text == "unlucky":
+            raise ZeroDivisionError("a secret of the inside")
+
+    with open_doors(http=False, fault_hook=hook) as doors, Client(doors.grpc.address, timeout=TIMEOUT) as client:
+        with pytest.raises(errors.InternalError) as caught:
+            client.generate("unlucky", max_tokens=2)
+        assert "secret" not in caught.value.message
+        assert client.generate("a", max_tokens=2).text == "bc"
+        assert doors.metrics.value("preheat_requests_total", outcome="error") == 1
+        assert doors.metrics.value("preheat_requests_total", outcome="ok") == 1
+
+
+def test_refusals_at_the_door_are_logged(doors, client, caplog):
+    with caplog.at_level("INFO", "preheat.request"):
+        with pytest.raises(errors.InvalidRequest):
+            client.generate("a", temperature=-1.0, request_id="mine")
+        with pytest.raises(errors.InvalidRequest):
+            client.generate("a", request_id="two\nlines")
+    first, second = (record.request for record in caplog.records if record.name == "preheat.request")
+    assert (first["id"], first["outcome"]) == ("mine", "invalid") and "temperature" in first["error"]
+    assert (second["id"], second["outcome"]) == ("-", "invalid")
+
+
+def test_the_death_of_the_grpc_thread_is_told(monkeypatch, caplog):
+    died = threading.Event()
+
+    async def dies(self, started):
+        started.set_result(None)
+        raise OSError("no more file descriptors")
+
+    monkeypatch.setattr(GrpcServer, "_serve", dies)
+    server = GrpcServer(NAME, metrics=Metrics(), on_death=lambda error: died.set())
+    server.start()
+    assert died.wait(TIMEOUT)
+    assert (server.state, "no more file descriptors" in server.reason) == ("failed", True)
+    server.stop(0)
+
+
 def test_async_client(doors):
     async def talk():
         async with AsyncClient(doors.grpc.address, timeout=TIMEOUT) as client:

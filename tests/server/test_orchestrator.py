@@ -260,3 +260,15 @@ def test_histograms_count_requests_and_steps():
         for name, count in counts.items():
             assert server.metrics.value(f"preheat_{name}_count") == count
         assert server.metrics.value("preheat_batch_size_sum") == 4
+
+
+def test_the_proof_moves_no_client_facing_metric():
+    with serving(opened=False) as server:
+        server.run(b"proof", 5, proof=True)
+        server.orchestrator.open()
+        for name in ("time_to_first_token_seconds", "queue_seconds", "request_seconds", "decode_step_seconds", "batch_size"):
+            assert server.metrics.value(f"preheat_{name}_count") == 0
+        for name in ("prompt_tokens", "prefilled_tokens", "generated_tokens", "cached_prompt_tokens"):
+            assert server.metrics.value(f"preheat_{name}_total") == 0
+        server.run(b"hello", 5)
+        assert server.metrics.value("preheat_batch_size_count") == 4
