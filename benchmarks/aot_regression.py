@@ -1,15 +1,16 @@
 """Why ahead-of-time serving was slow: step time and memory with the donation kept and lost.
 
-A server that lowered ``jax.jit(engine.generate)`` around a method that was jitted *with donation* found its decode steps slower the larger
-the batch, and ran out of memory. ``python -m benchmarks.aot_regression`` repeats that for each batch size with three executables of
-the same decode program:
+A server that lowered ``jax.jit(engine.generate)`` around a method that was jitted *with donation* found its decode
+steps slower the larger the batch, and ran out of memory. ``python -m benchmarks.aot_regression`` repeats that for each
+batch size with three executables of the same decode program:
 
 manual          the donating jitted function itself
 aot             the same function, compiled, serialized and loaded back
 aot, lost       ``jax.jit`` around it: the inner donation does not survive, and every step writes a second KV cache
 
 Times are medians of interleaved steps in one process; peak memory is a process's own, one process per executable. With
-``--target v5e-4`` the numbers are ``memory_analysis`` of the same three programs compiled for that TPU slice (needs libtpu).
+``--target v5e-4`` the numbers are ``memory_analysis`` of the same three programs compiled for that TPU slice (needs
+libtpu).
 """
 
 from __future__ import annotations
@@ -41,12 +42,31 @@ CONTEXT = 256  # live tokens of each row
 MIB = 2**20
 
 
-def describe(batch: int, layers: int, max_len: int, devices, *, dtype: str = "float32", layout: str = "unrolled") -> JaxEngine:
+def describe(
+    batch: int, layers: int, max_len: int, devices, *, dtype: str = "float32", layout: str = "unrolled"
+) -> JaxEngine:
     """A Llama of 125M shape by default, with exactly one decode program."""
-    model = ModelConfig(family="llama", vocab_size=32000, hidden_size=768, intermediate_size=2048, num_layers=layers, num_heads=12,
-                        num_kv_heads=12, head_dim=64, max_position=max_len)
-    config = EngineConfig(slots=batch, max_len=max_len, kv_pages=1 + batch * max_len // 32, prefill_buckets=(CONTEXT,),
-                          batch_sizes=(batch,), dtype=dtype, tp=len(devices), layers=layout)
+    model = ModelConfig(
+        family="llama",
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_layers=layers,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        max_position=max_len,
+    )
+    config = EngineConfig(
+        slots=batch,
+        max_len=max_len,
+        kv_pages=1 + batch * max_len // 32,
+        prefill_buckets=(CONTEXT,),
+        batch_sizes=(batch,),
+        dtype=dtype,
+        tp=len(devices),
+        layers=layout,
+    )
     return JaxEngine(model, config, devices)
 
 
@@ -66,9 +86,12 @@ def prepare(engine: JaxEngine) -> dict[str, Program]:
     generator = np.random.default_rng(0)
     programs = {program.name: program for program in engine.programs()}
     engine.install({name: program.function for name, program in programs.items()})
-    engine.set_weights(jax.tree.map(
-        lambda leaf: jax.device_put(generator.normal(0, 0.02, leaf.shape).astype(leaf.dtype), leaf.sharding), engine.abstract_weights
-    ))
+    engine.set_weights(
+        jax.tree.map(
+            lambda leaf: jax.device_put(generator.normal(0, 0.02, leaf.shape).astype(leaf.dtype), leaf.sharding),
+            engine.abstract_weights,
+        )
+    )
     engine.allocate()
     return programs
 
@@ -137,14 +160,28 @@ def on_cpu(arguments: argparse.Namespace) -> None:
         print(
             f"| {batch} | {kv:.0f} | {seconds['manual'] * 1e3:.1f} | {seconds['aot'] / seconds['manual']:.3f} "
             f"| {seconds['aot, lost'] / seconds['manual']:.2f} | {peaks[0]:.0f} | {peaks[1] - peaks[0]:+.0f} "
-            f"| {peaks[2] - peaks[0]:+.0f} | {'yes' if timed['same'] else 'NO'} |", flush=True
+            f"| {peaks[2] - peaks[0]:+.0f} | {'yes' if timed['same'] else 'NO'} |",
+            flush=True,
         )
 
 
 def ask(arguments: argparse.Namespace, batch: int, what: str):
     """The answer of a child process."""
-    command = [sys.executable, "-m", "benchmarks.aot_regression", "--child", what, "--batches", str(batch), "--layers", str(arguments.layers),
-               "--max-len", str(arguments.max_len), "--steps", str(arguments.steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.aot_regression",
+        "--child",
+        what,
+        "--batches",
+        str(batch),
+        "--layers",
+        str(arguments.layers),
+        "--max-len",
+        str(arguments.max_len),
+        "--steps",
+        str(arguments.steps),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
@@ -154,13 +191,35 @@ def on_target(arguments: argparse.Namespace) -> None:
     target = parse_target(arguments.target)
     devices = target_devices(target, target.chips)
     print(f"{target.name}, {target.hbm / 2**30:.0f} GiB per device, Llama-3-8B in bfloat16, 2,048 tokens a slot\n")
-    print("| batch | donation | arguments GiB | aliased GiB | new output GiB | temporaries GiB | in use GiB |\n|" + " --- |" * 7)
-    model = ModelConfig(family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
-                        num_kv_heads=8, head_dim=128, max_position=8192)
+    print(
+        "| batch | donation | arguments GiB | aliased GiB | new output GiB | temporaries GiB | in use GiB |\n|"
+        + " --- |" * 7
+    )
+    model = ModelConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=8192,
+    )
     for batch in arguments.batches:
-        config = EngineConfig(slots=batch, max_len=2048, kv_pages=1 + batch * 64, prefill_buckets=(512,), batch_sizes=(batch,),
-                              dtype="bfloat16", tp=len(devices), layers="scanned")
-        program = {program.name: program for program in JaxEngine(model, config, devices).programs()}[f"generate/{batch}"]
+        config = EngineConfig(
+            slots=batch,
+            max_len=2048,
+            kv_pages=1 + batch * 64,
+            prefill_buckets=(512,),
+            batch_sizes=(batch,),
+            dtype="bfloat16",
+            tp=len(devices),
+            layers="scanned",
+        )
+        program = {program.name: program for program in JaxEngine(model, config, devices).programs()}[
+            f"generate/{batch}"
+        ]
         lost = jax.jit(lambda *arguments, inner=program.function: inner(*arguments))
         for name, function in (("kept", program.function), ("lost", lost)):
             try:
@@ -170,12 +229,16 @@ def on_target(arguments: argparse.Namespace) -> None:
                 continue
             fresh = memory.output - memory.alias
             numbers = (memory.argument, memory.alias, fresh, memory.temp, memory.argument + fresh + memory.temp)
-            print(f"| {batch} | {name} | " + " | ".join(f"{number / 2**30:.2f}" for number in numbers) + " |", flush=True)
+            print(
+                f"| {batch} | {name} | " + " | ".join(f"{number / 2**30:.2f}" for number in numbers) + " |", flush=True
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument(
+        "--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8, 16, 32, 64]
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12)

@@ -1,8 +1,9 @@
 """How long a start takes: cold, with JAX's persistent cache, and with ahead-of-time executables.
 
-``python -m benchmarks.warmup [--model M] [--chart warmup.png]`` runs four starts, each in a process of its own, on a cache made for the
-occasion: manual (cold, then again) and aot (cold, then again), up to where every program has run once. It prints a table of
-the stages, the compile counters and the ratios that the project promises, and draws the timeline.
+``python -m benchmarks.warmup [--model M] [--chart warmup.png]`` runs four starts, each in a process of its own, on a
+cache made for the
+occasion: manual (cold, then again) and aot (cold, then again), up to where every program has run once. It prints a
+  table of the stages, the compile counters and the ratios that the project promises, and draws the timeline.
 """
 
 from __future__ import annotations
@@ -36,11 +37,21 @@ def child(mode: str, cache: Path, model: str) -> None:
         counts = guard.counts("startup")
         snapshot = report.snapshot()
     startup, rows = snapshot["startup"], snapshot["programs"]
-    print(json.dumps({
-        "import": imported, "weights": startup["seconds_weights"], "programs": startup["seconds_programs"],
-        "touch": report.touch_seconds, "total": startup["seconds_total"], "count": len(rows),
-        "traces": counts.traces, "lowerings": counts.lowerings, "compiles": counts.compiles,
-    }))
+    print(
+        json.dumps(
+            {
+                "import": imported,
+                "weights": startup["seconds_weights"],
+                "programs": startup["seconds_programs"],
+                "touch": report.touch_seconds,
+                "total": startup["seconds_total"],
+                "count": len(rows),
+                "traces": counts.traces,
+                "lowerings": counts.lowerings,
+                "compiles": counts.compiles,
+            }
+        )
+    )
 
 
 def main() -> None:
@@ -56,13 +67,24 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, mode in STARTS:
-            command = [sys.executable, "-m", "benchmarks.warmup", "--model", arguments.model, "--child", mode, f"{folder}/cache"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.warmup",
+                "--model",
+                arguments.model,
+                "--child",
+                mode,
+                f"{folder}/cache",
+            ]
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             results[name] = json.loads(done.stdout.splitlines()[-1])
     columns = ("import", "weights", "programs", "touch", "total", "traces", "compiles")
     print("| start | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 1))
     for name, result in results.items():
-        cells = [f"{result[column]:.2f}" if isinstance(result[column], float) else str(result[column]) for column in columns]
+        cells = [
+            f"{result[column]:.2f}" if isinstance(result[column], float) else str(result[column]) for column in columns
+        ]
         print(f"| {name} | " + " | ".join(cells) + " |")
     again, cold = results["aot, again"], results["aot, cold"]
     ideal = again["import"] + max(again["weights"], again["programs"]) + again["touch"]
@@ -82,8 +104,12 @@ def chart(results: dict[str, dict[str, float]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 3.5), layout="constrained")
     for row, result in enumerate(results.values()):
         after = result["import"] + max(result["weights"], result["programs"])
-        bars = (("import", 0, result["import"], 0, "C7"), ("programs", result["import"], result["programs"], -0.2, "C0"),
-                ("weights", result["import"], result["weights"], 0.2, "C2"), ("touch", after, result["touch"], 0, "C1"))
+        bars = (
+            ("import", 0, result["import"], 0, "C7"),
+            ("programs", result["import"], result["programs"], -0.2, "C0"),
+            ("weights", result["import"], result["weights"], 0.2, "C2"),
+            ("touch", after, result["touch"], 0, "C1"),
+        )
         for label, left, width, offset, color in bars:
             half = offset != 0
             axes.barh(row + offset, width, 0.4 if half else 0.8, left, color=color, label=label if row == 0 else None)

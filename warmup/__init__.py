@@ -4,7 +4,8 @@
 ``manual``       the jitted functions, compiled ahead through JAX's persistent cache
 ``aot``          executables loaded from the artifact store, or compiled, stored and loaded back
 ``compiling``    lowering on one thread, compiling on several; donations are asserted here
-``store``        the artifact store; ``fingerprint`` what names its folders; ``trust`` who may write them; ``cache`` list and prune
+``store``        the artifact store; ``fingerprint`` what names its folders; ``trust`` who may write them
+``cache``        list and prune
 ``plan``         the memory plan: budget, KV pages, what fits
 ``target``       building for TPUs on a machine without them
 ``guard``        counts traces and compiles, at all times

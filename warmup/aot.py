@@ -1,10 +1,11 @@
-"""Ahead-of-time warmup: executables are loaded from the artifact store; those missing are compiled, stored and loaded back.
+"""Ahead-of-time warmup: executables are loaded from the artifact store; those missing are compiled, stored and loaded
+back.
 
-Loading is reading and deserializing, in parallel threads, and nothing else: no tracing, no lowering. A program that is not stored, or
-whose entry is faulty, is lowered and compiled as the table says, with JAX's persistent cache off: an executable that came out of that
-cache serializes without complaint and fails when it is loaded and run (CPU, jax 0.10 and 0.12). What then serves is not the
-fresh executable but the one reloaded from its own bytes, so that the touch-run tests what the next start will load; only after that
-run does the entry enter the manifest (`warmup.prepare`).
+Loading is reading and deserializing, in parallel threads, and nothing else: no tracing, no lowering. A program that is
+not stored, or whose entry is faulty, is lowered and compiled as the table says, with JAX's persistent cache off: an
+executable that came out of that cache serializes without complaint and fails when it is loaded and run (CPU, jax 0.10
+and 0.12). What then serves is not the fresh executable but the one reloaded from its own bytes, so that the touch-run
+tests what the next start will load; only after that run does the entry enter the manifest (`warmup.prepare`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,16 @@ class Loaded:
     pending: Pending | None = None
 
 
-def load_or_compile(programs: Sequence[Program], devices: Sequence[jax.Device], store: ArtifactStore,
-                    describer: ArgumentDescriber, guard: Guard, report: WarmupReport, *, workers: int | None = None
-                    ) -> dict[str, Loaded]:
+def load_or_compile(
+    programs: Sequence[Program],
+    devices: Sequence[jax.Device],
+    store: ArtifactStore,
+    describer: ArgumentDescriber,
+    guard: Guard,
+    report: WarmupReport,
+    *,
+    workers: int | None = None,
+) -> dict[str, Loaded]:
     """Every program, by name. ``devices`` are those of the mesh, in its order.
 
     Raises: as `warmup.compiling.compile_programs`.
@@ -77,7 +85,10 @@ def load_or_compile(programs: Sequence[Program], devices: Sequence[jax.Device], 
     if missing:
         with no_persistent_cache():
             fresh = compile_programs(
-                missing, guard, lambda done: _store(done, digests[done.program.name], devices, store, report), workers=workers
+                missing,
+                guard,
+                lambda done: _store(done, digests[done.program.name], devices, store, report),
+                workers=workers,
             )
         results.update(zip((program.name for program in missing), fresh, strict=True))
     return results
@@ -96,7 +107,9 @@ def load_artifact(program: Program, artifact: Artifact, devices: Sequence[jax.De
     except DonationLost as error:
         return Miss(str(error))
     except Exception as error:  # whatever XLA or pickle raise: the entry is bad, and compiling is the remedy
-        return Miss(f"it cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}")
+        return Miss(
+            f"it cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+        )
     return Loaded(compiled, memory, from_store=True)
 
 
@@ -106,8 +119,9 @@ def serialize(program: Program, compiled: jax.stages.Compiled) -> Artifact:
     return Artifact(payload, jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))
 
 
-def _store(done: Compilation, digest: str, devices: Sequence[jax.Device], store: ArtifactStore,
-           report: WarmupReport) -> Loaded:
+def _store(
+    done: Compilation, digest: str, devices: Sequence[jax.Device], store: ArtifactStore, report: WarmupReport
+) -> Loaded:
     program = done.program
     began = time.perf_counter()
     pending = None
@@ -123,8 +137,12 @@ def _store(done: Compilation, digest: str, devices: Sequence[jax.Device], store:
             pending = naming(program, "be stored", lambda: store.put(program.name, artifact, digest))
             loaded = dataclasses.replace(reloaded, from_store=False, pending=pending)
     report.prepared(
-        program.name, "compiled", loaded.memory,
-        trace=done.seconds_trace, compile=done.seconds_compile, load=time.perf_counter() - began,
+        program.name,
+        "compiled",
+        loaded.memory,
+        trace=done.seconds_trace,
+        compile=done.seconds_compile,
+        load=time.perf_counter() - began,
     )
     return loaded
 

@@ -40,8 +40,8 @@ def list_cache(root: Path) -> list[CacheItem]:
 def prune(root: Path, limit: int, *, keep: Path | None = None, now: float | None = None) -> list[CacheItem]:
     """Removes the least recently used folders until the cache is at most ``limit`` bytes; ``keep`` stays.
 
-    Also removes what killed processes left behind: temporary files, and entries no manifest names, older than an hour. JAX's
-    persistent cache counts as one folder.
+    Also removes what killed processes left behind: temporary files, and entries no manifest names, older than an hour.
+    JAX's persistent cache counts as one folder.
 
     Raises:
       Untrusted: the cache belongs to someone else.
@@ -116,7 +116,9 @@ def _sweep(folder: Path, before: float) -> None:
         except (OSError, Untrusted, ValueError):
             named = None  # what it names is not known: leave the entries alone
     for path, _, modified in _files(folder):
-        stale = path.name.startswith(".tmp-") or (named is not None and path.suffix == ".bin" and path.name not in named)
+        stale = path.name.startswith(".tmp-") or (
+            named is not None and path.suffix == ".bin" and path.name not in named
+        )
         if stale and modified < before:
             path.unlink(missing_ok=True)
 

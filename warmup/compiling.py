@@ -1,7 +1,7 @@
 """Compiling the table: one thread lowers, several compile.
 
-Lowering holds the interpreter lock, so a second thread would not help it; XLA's compile releases the lock. While program N compiles
-in a worker, program N + 1 is traced and lowered in the calling thread.
+Lowering holds the interpreter lock, so a second thread would not help it; XLA's compile releases the lock. While
+program N compiles in a worker, program N + 1 is traced and lowered in the calling thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def compile_programs(
     """Compiles programs and calls ``use`` on each in the worker that compiled it.
 
     Raises:
-      WarmupError: a program failed to trace, lower, compile or to be used; named, and the first in the order of the table.
+      WarmupError: a program failed to trace, lower, compile or to be used; named, and the first in the order of the
+        table.
       DonationLost: a program does not alias all of what it donates.
     """
     with concurrent.futures.ThreadPoolExecutor(workers or worker_count(), thread_name_prefix="compile") as pool:
@@ -63,8 +64,13 @@ def compile_programs(
             raise
 
 
-def _compile(program: Program, lowered: jax.stages.Lowered, seconds_trace: float, guard: Guard,
-                     use: Callable[[Compilation], Result]) -> Result:
+def _compile(
+    program: Program,
+    lowered: jax.stages.Lowered,
+    seconds_trace: float,
+    guard: Guard,
+    use: Callable[[Compilation], Result],
+) -> Result:
     began = time.perf_counter()
     with guard.watch() as counts:
         compiled = naming(program, "compile", lowered.compile)
@@ -105,7 +111,8 @@ def check_donation(program: Program, memory: ProgramMemory) -> None:
         return
     what = "the decode state" if program.takes_state else "its donated argument"
     raise DonationLost(
-        f"program {program.name} aliases {memory.alias} of the {program.donated_bytes} bytes of {what}: the donation was lost, and "
-        "each call would allocate and write that much again. Usual causes: a jit around an already jitted function (an inner "
-        "donation does not survive an outer jit), or an output whose shape, dtype or sharding differs from the donated input's"
+        f"program {program.name} aliases {memory.alias} of the {program.donated_bytes} bytes of {what}: the donation "
+        "was lost, and each call would allocate and write that much again. Usual causes: "
+        "a jit around an already jitted function (an inner donation does not survive an outer jit), or an output whose "
+        "shape, dtype or sharding differs from the donated input's"
     )

@@ -1,4 +1,5 @@
-"""The errors of warming up. The server shows their message without a traceback, so each says what was found and what to do."""
+"""The errors of warming up. The server shows their message without a traceback, so each says what was found and what
+to do."""
 
 from __future__ import annotations
 

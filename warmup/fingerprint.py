@@ -1,12 +1,13 @@
 """What a compiled program depends on, as data a person can read and compare.
 
-A `Fingerprint` covers everything that is known before the engine is made: versions, devices, flags, the model and engine
-configuration, the source text of what is traced. Its digest names a folder of the artifact store. ``kv_pages`` is left out on
-purpose: it is *resolved* from the budget once and stored in that folder, so that a restart finds the number again.
+A `Fingerprint` covers everything that is known before the engine is made: versions, devices, flags, the model and
+engine configuration, the source text of what is traced. Its digest names a folder of the artifact store. ``kv_pages``
+is left out on purpose: it is *resolved* from the budget once and stored in that folder, so that a restart finds the
+number again.
 
-What is only known with the engine, each program's abstract arguments, is described by `describe_arguments`, and its digest stands
-beside the program's entry. Arguments are described by key paths, dtypes, shapes and shardings: the repr of a tree definition
-differs between processes.
+What is only known with the engine, each program's abstract arguments, is described by `describe_arguments`, and its
+digest stands beside the program's entry. Arguments are described by key paths, dtypes, shapes and shardings: the repr
+of a tree definition differs between processes.
 
 Nothing here traces.
 """
@@ -66,8 +67,11 @@ class Fingerprint:
         return _diff("", older, self.components)
 
 
-def fingerprint(model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *, budget: int = 0) -> Fingerprint:
-    """The fingerprint of a server on these devices, in mesh order. ``budget`` is the memory budget in bytes per device."""
+def fingerprint(
+    model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *, budget: int = 0
+) -> Fingerprint:
+    """The fingerprint of a server on these devices, in mesh order. ``budget`` is the memory budget in bytes per
+    device."""
     layout = dataclasses.asdict(config)
     del layout["kv_pages"]
     return Fingerprint(
@@ -102,10 +106,11 @@ def source_digests(package: str) -> dict[str, Json]:
 
 
 class ArgumentDescriber:
-    """Describes what a program is made for, beyond the fingerprint: its arguments, and what was resolved (``kv_pages``).
+    """Describes what a program is made for, beyond the fingerprint: its arguments, and what was resolved
+    (``kv_pages``).
 
-    The latter because arguments do not say all: the program that creates the decode state has none. Remembers each subtree, for the
-    weights are an argument of most programs.
+    The latter because arguments do not say all: the program that creates the decode state has none. Remembers each
+    subtree, for the weights are an argument of most programs.
     """
 
     def __init__(self, resolved: Mapping[str, Json]) -> None:

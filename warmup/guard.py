@@ -1,15 +1,15 @@
 """Counts what JAX traces, lowers and compiles, and says who caused it once the server is ready.
 
-The one source is JAX's own monitoring events, so nothing can compile without being seen: programs of the table, small eager
-operations, conversions inside a library. The counts are split in two phases, ``startup`` and ``serving``; `Guard.ready` switches
-from the first to the second, and from then on every trace or compile is logged as a warning with the name of the jitted function
-and the nearest caller outside JAX. A strict guard raises `CompiledWhileServing` in the calling thread before the compile begins,
-so that the request which needed it fails.
+The one source is JAX's own monitoring events, so nothing can compile without being seen: programs of the table, small
+eager operations, conversions inside a library. The counts are split in two phases, ``startup`` and ``serving``;
+`Guard.ready` switches from the first to the second, and from then on every trace or compile is logged as a warning
+with the name of the jitted function and the nearest caller outside JAX. A strict guard raises `CompiledWhileServing`
+in the calling thread before the compile begins, so that the request which needed it fails.
 
-**What is a compile.** JAX's ``backend_compile_duration`` event fires around "get the executable", whether XLA compiles it or the
-persistent cache has it; a cache hit fires ``cache_hits`` in between, on the same thread. So a compile is the former without the
-latter. That holds with and without the persistent cache, and also for programs the cache declines to store (for
-which JAX fires no ``cache_misses``).
+**What is a compile.** JAX's ``backend_compile_duration`` event fires around "get the executable", whether XLA compiles
+it or the persistent cache has it; a cache hit fires ``cache_hits`` in between, on the same thread. So a compile is the
+former without the latter. That holds with and without the persistent cache, and also for programs the cache declines
+to store (for which JAX fires no ``cache_misses``).
 
 Listeners run on the thread that compiles; the counters have a lock, the state between two events is thread-local.
 """
@@ -69,7 +69,8 @@ class Counts:
 
 
 class Guard:
-    """Counts from construction until `close`. Several guards may live side by side; each sees every event of the process.
+    """Counts from construction until `close`. Several guards may live side by side; each sees every event of the
+    process.
 
     ``on_event(kind, phase)`` is called for each count, on the thread that caused it: the hook for metrics.
     """
@@ -141,7 +142,8 @@ class Guard:
             self._count("compile", fun_name)  # here, for no end event follows the exception
             raise CompiledWhileServing(
                 f"{fun_name} needs compiling while serving, called from {caller()}; --strict-compiles refuses it. "
-                "Something reached a program that is not in the table, or a table program with other shapes, types or shardings"
+                "Something reached a program that is not in the table, or a table program with other "
+                "shapes, types or shardings"
             )
 
     def _event(self, event: str, **_: object) -> None:

@@ -1,9 +1,9 @@
 """Manual warmup: the jitted functions themselves serve, compiled before they are first called.
 
-Tracing, lowering and compiling a jitted function ahead of its first call leaves the executable in the function's own cache, so a later
-call with matching arguments compiles nothing. JAX's persistent cache under the warmup cache's root saves XLA's work from one
-start to the next (the next start still traces and lowers), with its floors on size and compile time at zero: small programs cost a
-start as much as they cost a request.
+Tracing, lowering and compiling a jitted function ahead of its first call leaves the executable in the function's own
+cache, so a later call with matching arguments compiles nothing. JAX's persistent cache under the warmup cache's root
+saves XLA's work from one start to the next (the next start still traces and lowers), with its floors on size and
+compile time at zero: small programs cost a start as much as they cost a request.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def compile_table(programs: Sequence[Program], guard: Guard, report: WarmupReport, *, workers: int | None = None
-                  ) -> tuple[dict[str, Callable], dict[str, ProgramMemory]]:
+def compile_table(
+    programs: Sequence[Program], guard: Guard, report: WarmupReport, *, workers: int | None = None
+) -> tuple[dict[str, Callable], dict[str, ProgramMemory]]:
     """Compiles every program. Returns what to call, and the memory of each, by name.
 
     Raises: as `warmup.compiling.compile_programs`.
@@ -39,8 +40,11 @@ def compile_table(programs: Sequence[Program], guard: Guard, report: WarmupRepor
 
     def use(done: Compilation) -> ProgramMemory:
         report.prepared(
-            done.program.name, "cache" if done.cached else "compiled", done.memory,
-            trace=done.seconds_trace, compile=done.seconds_compile,
+            done.program.name,
+            "cache" if done.cached else "compiled",
+            done.memory,
+            trace=done.seconds_trace,
+            compile=done.seconds_compile,
         )
         return done.memory
 
@@ -50,10 +54,11 @@ def compile_table(programs: Sequence[Program], guard: Guard, report: WarmupRepor
 
 
 def use_persistent_cache(root: Path | None) -> bool:
-    """Turns JAX's persistent cache on, in ``root/xla``, for the rest of the process; off if ``root`` is `None` or not to be trusted.
+    """Turns JAX's persistent cache on, in ``root/xla``, for the rest of the process; off if ``root`` is `None` or not
+    to be trusted.
 
-    Entries that cannot be decompressed (truncated, garbage) are removed first, for JAX would neither use nor replace them.
-    A folder that cannot be written is still read. Returns whether the cache is on.
+    Entries that cannot be decompressed (truncated, garbage) are removed first, for JAX would neither use nor replace
+    them. A folder that cannot be written is still read. Returns whether the cache is on.
     """
     folder = None if root is None else _open(Path(os.path.realpath(root)))
     options: Mapping[str, object] = {
@@ -63,7 +68,8 @@ def use_persistent_cache(root: Path | None) -> bool:
         # JAX warns at each entry it fails to write; where all would fail, it is told that none is worth it.
         "jax_persistent_cache_min_compile_time_secs": 0.0 if folder and os.access(folder, os.W_OK) else float("inf"),
         "jax_raise_persistent_cache_errors": False,
-        # Else the folder's path becomes part of every key, and a cache that was moved (into an image, say) is of no use.
+        # Else the folder's path becomes part of every key, and a cache that was moved (into an image, say) is of no
+        # use.
         "jax_persistent_cache_enable_xla_caches": None,
     }
     for name, value in options.items():
@@ -95,14 +101,17 @@ def _open(root: Path) -> Path | None:
         try:
             entry.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("warmup cache not used: its entry %s %s and cannot be removed: %s", entry, fault, error.strerror)
+            logger.warning(
+                "warmup cache not used: its entry %s %s and cannot be removed: %s", entry, fault, error.strerror
+            )
             return None
         logger.warning("warmup cache: removed entry %s, which is compiled again: it %s", entry.name, fault)
     return folder
 
 
 def _fault(entry: Path) -> str | None:
-    """What is wrong with an entry of JAX's cache, which is compressed with zlib, or with zstd where that is installed."""
+    """What is wrong with an entry of JAX's cache, which is compressed with zlib, or with zstd where that is
+    installed."""
     try:
         data = trust.read(entry)
     except FileNotFoundError:

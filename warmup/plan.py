@@ -5,14 +5,16 @@ Per device, in bytes::
     weights                     the abstract weights
     KV pages + decode state     the donated argument of the programs that take the decode state
     prefixes                    as many prefix buffers as may be in flight
-    temporaries                 the largest of a prefill and the largest of the programs that take the state: one of each can be in flight
+    temporaries                 the largest of a prefill and the largest of the programs that take the state:
+                                one of each can be in flight
     code                        all executables
-    ------------------------------------------------------------------------------------------------------------------------
+    ----------------------------------------------------------------------------------------------------
     at most the budget
 
-Everything but temporaries and code is known from abstract shapes before anything is compiled or allocated. Those two are estimated
-when the number of KV pages is found (`resolve_kv_pages`; the number is then stored and never found again), and known from each
-executable's own ``memory_analysis`` once the table is compiled (`measure`), still before the pool is allocated.
+Everything but temporaries and code is known from abstract shapes before anything is compiled or allocated. Those two
+are estimated when the number of KV pages is found (`resolve_kv_pages`; the number is then stored and never found
+again), and known from each executable's own ``memory_analysis`` once the table is compiled (`measure`), still before
+the pool is allocated.
 
 The budget comes from what the device *has*, never from what happens to be free, so a restart finds the same number.
 """
@@ -34,7 +36,8 @@ from warmup.report import ProgramMemory, format_table
 ACCELERATOR_SHARE = 0.85  # of an accelerator's memory; the rest is the runtime's and for fragmentation
 HOST_SHARE = 0.5  # of the RAM
 
-# Bytes of one program's code on an accelerator. Llama-3-8B, scanned, for v5e: 10 MiB where the model is in it, 2 MiB where not.
+# Bytes of one program's code on an accelerator. Llama-3-8B, scanned, for v5e: 10 MiB where the model is in it, 2 MiB
+# where not.
 _CODE_MODEL, _CODE_OTHER = 12 * 2**20, 2 * 2**20
 _MARGIN = 1.25  # of the estimate: padding to tiles
 _ATTENTION_BLOCK = 256  # positions that attention reads at once, at most
@@ -55,9 +58,11 @@ Factory = Callable[[EngineConfig], PlannableEngine]
 
 
 def memory_budget(option: int | None, devices: Sequence[jax.Device]) -> int:
-    """Bytes per device: ``option`` (``--memory``) where given, else 85 % of an accelerator's memory, half of the RAM on CPU.
+    """Bytes per device: ``option`` (``--memory``) where given, else 85 % of an accelerator's memory, half of the RAM
+    on CPU.
 
-    On CPU several devices share one RAM, and each gets its part. For devices that are not here: `warmup.target.Target.hbm`.
+    On CPU several devices share one RAM, and each gets its part. For devices that are not here:
+    `warmup.target.Target.hbm`.
 
     Raises:
       WarmupError: the device does not tell how much it has.
@@ -119,7 +124,8 @@ class MemoryPlan:
     def _sentence(self) -> str:
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts())
         return (
-            f"{format_bytes(self.total)} per device are needed with --slots {self.config.slots} and --max-len {self.config.max_len} "
+            f"{format_bytes(self.total)} per device are needed with --slots {self.config.slots} "
+            f"and --max-len {self.config.max_len} "
             f"({parts}), and the budget is {format_bytes(self.budget)} (--memory)"
         )
 
@@ -138,7 +144,10 @@ class MemoryPlan:
         for name, memory in self.programs:
             sizes = (memory.argument, memory.output, memory.alias, memory.temp, memory.code)
             rows.append((name, *(format_bytes(size) for size in sizes)))
-        parts = [(name, format_bytes(size)) for name, size in [*self._parts(), ("total", self.total), ("budget", self.budget)]]
+        parts = [
+            (name, format_bytes(size))
+            for name, size in [*self._parts(), ("total", self.total), ("budget", self.budget)]
+        ]
         verdict = "fits" if self.fits else "does not fit"
         return f"{format_table(rows)}\n\n{format_table(parts)}\n{verdict}, per device"
 
@@ -174,9 +183,16 @@ def measure(engine: PlannableEngine, budget: int, memory: Mapping[str, ProgramMe
     )
 
 
-def resolve_kv_pages(make: Factory, config: EngineConfig, budget: int, *, stored: int | None = None,
-                     memory: Mapping[str, ProgramMemory] | None = None) -> int:
-    """The number of KV pages, scratch included: what slots x max-len can use, or what the budget leaves if that is less.
+def resolve_kv_pages(
+    make: Factory,
+    config: EngineConfig,
+    budget: int,
+    *,
+    stored: int | None = None,
+    memory: Mapping[str, ProgramMemory] | None = None,
+) -> int:
+    """The number of KV pages, scratch included: what slots x max-len can use, or what the budget leaves if that is
+    less.
 
     Args:
       make: describes an engine for a configuration, allocating nothing.
@@ -186,7 +202,8 @@ def resolve_kv_pages(make: Factory, config: EngineConfig, budget: int, *, stored
       memory: the executables' own numbers, where a compile has shown that the estimates were too low.
 
     Raises:
-      DoesNotFit: not even one sequence of ``max_len`` fits, or the stored number no longer does; with both numbers and the remedy.
+      DoesNotFit: not even one sequence of ``max_len`` fits, or the stored number no longer does; with both numbers and
+        the remedy.
     """
     most = config.slots * config.pages_per_slot + 1
     least = config.pages_per_slot + 1
@@ -201,8 +218,11 @@ def resolve_kv_pages(make: Factory, config: EngineConfig, budget: int, *, stored
     raise DoesNotFit(f"not even one sequence of --max-len fits: {plan._sentence()}{_advice(make, config, budget)}")
 
 
-def _pages_that_fit(make: Factory, config: EngineConfig, budget: int, memory: Mapping[str, ProgramMemory] | None) -> int:
-    """How many pages the budget holds. The total is linear in the number of pages, so two plans tell it; may be negative."""
+def _pages_that_fit(
+    make: Factory, config: EngineConfig, budget: int, memory: Mapping[str, ProgramMemory] | None
+) -> int:
+    """How many pages the budget holds. The total is linear in the number of pages, so two plans tell it; may be
+    negative."""
     base = config.pages_per_slot + 1
     first = measure(make(dataclasses.replace(config, kv_pages=base)), budget, memory).total
     second = measure(make(dataclasses.replace(config, kv_pages=base + 1)), budget, memory).total
@@ -266,8 +286,8 @@ def prefix_bytes(programs: Sequence[Program]) -> int:
 
 
 def _transient(memory: ProgramMemory, program: Program) -> int:
-    """Bytes that exist only while a program runs or until its outputs are read. What a program without donation puts out is
-    the state or a prefix itself, counted elsewhere."""
+    """Bytes that exist only while a program runs or until its outputs are read. What a program without donation puts
+    out is the state or a prefix itself, counted elsewhere."""
     outputs = max(0, memory.output - memory.alias) if program.donates is not None else 0
     return memory.temp + outputs
 
@@ -275,8 +295,8 @@ def _transient(memory: ProgramMemory, program: Program) -> int:
 def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     """An upper estimate of a program's temporaries and code, before there is an executable.
 
-    Activations of one layer (attention's scores over a block of positions, gathered keys and values, the feed-forward width),
-    and the logits with what sampling makes of them. XLA reuses the memory of one layer for the next.
+    Activations of one layer (attention's scores over a block of positions, gathered keys and values, the feed-forward
+    width), and the logits with what sampling makes of them. XLA reuses the memory of one layer for the next.
     """
     model, config = engine.model, engine.config
     kind, _, size = program.name.partition("/")

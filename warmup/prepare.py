@@ -5,7 +5,8 @@ The flow of a start, in the order things happen::
     budget = plan.memory_budget(...)
     store  = open_store(root, model, config, devices, budget=budget)
     engine, prepared, plan = prepare_fitting(make, config, mode, store, budget, report=report, guard=guard)
-             finds the KV pages, or takes those the store has; `prepare`s; checks the plan before anything big is allocated
+             finds the KV pages, or takes those the store has; `prepare`s; checks the plan before anything big is
+             allocated
              (weights load meanwhile, in another thread: they do not depend on the KV pages)
     engine.install(prepared.executables); engine.set_weights(...); engine.allocate()
     prepared.touch_all(engine)
@@ -60,25 +61,36 @@ class WarmableEngine(Protocol):
 
 
 def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program]]:
-    """Programs that may run side by side, as they do in serving: those that work on a prefix alone, and all others (which make, read
-    or write the decode state). One lane if there is only one prefix, for both lanes need one."""
-    states = [program.arguments[program.donates] for program in programs if program.takes_state and program.donates is not None]
+    """Programs that may run side by side, as they do in serving: those that work on a prefix alone, and all others
+    (which make, read or write the decode state). One lane if there is only one prefix, for both lanes need one."""
+    states = [
+        program.arguments[program.donates]
+        for program in programs
+        if program.takes_state and program.donates is not None
+    ]
 
     def prefill(program: Program) -> bool:
-        return program.donates is not None and not any(argument is state for argument in program.arguments for state in states)
+        return program.donates is not None and not any(
+            argument is state for argument in program.arguments for state in states
+        )
 
     if prefixes < 2:
         return [list(programs)]
-    lanes = [[program for program in programs if not prefill(program)], [program for program in programs if prefill(program)]]
+    lanes = [
+        [program for program in programs if not prefill(program)],
+        [program for program in programs if prefill(program)],
+    ]
     return [lane for lane in lanes if lane]
 
 
 Engine = TypeVar("Engine", bound=WarmableEngine)
 
 
-def open_store(root: Path | None, model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *,
-               budget: int = 0) -> ArtifactStore:
-    """The store of a configuration under the warmup cache ``root``; `None` stores nothing. ``config.kv_pages`` does not matter.
+def open_store(
+    root: Path | None, model: ModelConfig, config: EngineConfig, devices: Sequence[jax.Device], *, budget: int = 0
+) -> ArtifactStore:
+    """The store of a configuration under the warmup cache ``root``; `None` stores nothing. ``config.kv_pages`` does
+    not matter.
 
     ``budget`` is the memory budget in bytes per device: it decides ``kv_pages``, which the store keeps.
     """
@@ -89,7 +101,8 @@ def open_store(root: Path | None, model: ModelConfig, config: EngineConfig, devi
 class Prepared:
     """A table whose programs can be called, by name.
 
-    ``unchanged``: every one was loaded from the store, and this set has passed the proof before, so one request proves it again.
+    ``unchanged``: every one was loaded from the store, and this set has passed the proof before, so one request proves
+    it again.
     """
 
     mode: Mode
@@ -105,8 +118,8 @@ class Prepared:
     def touch_all(self, engine: WarmableEngine) -> None:
         """Runs every program once on the engine's real buffers, which must be allocated; in mode none, does nothing.
 
-        A first run costs far more than a later one (on CPU, XLA prepares each matrix product: 0.5 s for 30 layers), so the
-        programs of the owner's thread and those of the prefill thread run side by side, as they do in serving.
+        A first run costs far more than a later one (on CPU, XLA prepares each matrix product: 0.5 s for 30 layers), so
+        the programs of the owner's thread and those of the prefill thread run side by side, as they do in serving.
 
         An executable of the store that fails here is compiled again, once. What has run enters the manifest.
 
@@ -146,7 +159,8 @@ class Prepared:
         return []
 
     def record_proof(self, seconds: float, requests: int) -> None:
-        """The whole serving path has been proven with these programs: the next unchanged start proves it with one request."""
+        """The whole serving path has been proven with these programs: the next unchanged start proves it with one
+        request."""
         if self.mode == "aot":
             self._store.record_proof(self.mode, seconds, requests)
 
@@ -164,9 +178,17 @@ class Prepared:
         engine.allocate()  # the failed run may have taken the donated buffers with it
 
 
-def prepare(engine: WarmableEngine, mode: Mode, store: ArtifactStore, *, report: WarmupReport, guard: Guard,
-            workers: int | None = None) -> Prepared:
-    """Makes every program of the table callable: compiled (manual), loaded or compiled (aot), or left to first use (none).
+def prepare(
+    engine: WarmableEngine,
+    mode: Mode,
+    store: ArtifactStore,
+    *,
+    report: WarmupReport,
+    guard: Guard,
+    workers: int | None = None,
+) -> Prepared:
+    """Makes every program of the table callable: compiled (manual), loaded or compiled (aot), or left to first use
+    (none).
 
     ``workers`` is the number of threads that load or compile; by default one per core.
 
@@ -196,13 +218,23 @@ def prepare(engine: WarmableEngine, mode: Mode, store: ArtifactStore, *, report:
     return Prepared(mode, executables, memory, unchanged, store, report, guard, describer, loaded)
 
 
-def prepare_fitting(make: Callable[[EngineConfig], Engine], config: EngineConfig, mode: Mode, store: ArtifactStore, budget: int, *,
-                    report: WarmupReport, guard: Guard, workers: int | None = None) -> tuple[Engine, Prepared, MemoryPlan]:
-    """Resolves the KV pages, makes the engine, prepares its table and checks that all of it fits ``budget`` bytes per device.
+def prepare_fitting(
+    make: Callable[[EngineConfig], Engine],
+    config: EngineConfig,
+    mode: Mode,
+    store: ArtifactStore,
+    budget: int,
+    *,
+    report: WarmupReport,
+    guard: Guard,
+    workers: int | None = None,
+) -> tuple[Engine, Prepared, MemoryPlan]:
+    """Resolves the KV pages, makes the engine, prepares its table and checks that all of it fits ``budget`` bytes per
+    device.
 
-    The number of pages comes from the store, if an earlier start resolved it, and is recorded there otherwise. If the executables
-    turn out to take more than was estimated, the pages are found once more from their own numbers, and what depends on
-    the pages is prepared again. ``config.kv_pages`` is not read.
+    The number of pages comes from the store, if an earlier start resolved it, and is recorded there otherwise. If the
+    executables turn out to take more than was estimated, the pages are found once more from their own numbers, and
+    what depends on the pages is prepared again. ``config.kv_pages`` is not read.
 
     Raises:
       WarmupError: as `prepare`. `DoesNotFit`: the configuration does not fit, with both numbers and what would.

@@ -1,7 +1,7 @@
 """What `GET /warmup` and the log say about a start: every program with its times and bytes, progress, stages.
 
-One `WarmupReport` per process. Warmup writes to it from several threads while the server's threads read snapshots; all of it is
-behind one lock and costs nothing on the serving path.
+One `WarmupReport` per process. Warmup writes to it from several threads while the server's threads read snapshots; all
+of it is behind one lock and costs nothing on the serving path.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MIB = 1024 * 1024
 class ProgramMemory:
     """Bytes of one executable on one device, as XLA's ``memory_analysis`` tells them.
 
-    ``alias`` is the part of the output that is written into donated arguments. ``code`` is the size of the generated code; where
-    the backend tells none (CPU), that of the serialized executable, if there is one.
+    ``alias`` is the part of the output that is written into donated arguments. ``code`` is the size of the generated
+    code; where the backend tells none (CPU), that of the serialized executable, if there is one.
     """
 
     argument: int = 0
@@ -72,8 +72,14 @@ class WarmupReport:
     ``started`` is when the process began, on ``clock``'s scale; ``clock`` is `time.monotonic` but in tests.
     """
 
-    def __init__(self, mode: str, *, guard: Guard | None = None, started: float | None = None,
-                 clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        mode: str,
+        *,
+        guard: Guard | None = None,
+        started: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.mode = mode
         self._guard = guard
         self._clock = clock
@@ -99,8 +105,16 @@ class WarmupReport:
             if self._state == "loading":
                 self._state = "warming"
 
-    def prepared(self, name: str, source: Source, memory: ProgramMemory, *, trace: float = 0.0, compile: float = 0.0,
-                 load: float = 0.0) -> None:
+    def prepared(
+        self,
+        name: str,
+        source: Source,
+        memory: ProgramMemory,
+        *,
+        trace: float = 0.0,
+        compile: float = 0.0,
+        load: float = 0.0,
+    ) -> None:
         """A program can be called. Times in seconds."""
         with self._lock:
             row = self._programs[name]
@@ -156,7 +170,8 @@ class WarmupReport:
 
     @property
     def touch_seconds(self) -> float:
-        """From the beginning of the touch-runs to the end of the last; less than their sum, for some run side by side."""
+        """From the beginning of the touch-runs to the end of the last; less than their sum, for some run side by
+        side."""
         return self._touch_seconds
 
     @property
@@ -192,7 +207,8 @@ class WarmupReport:
             return result
 
     def _eta(self) -> float | None:
-        """Seconds until every program has run, from the mean time of those done in the current phase (prepare, then touch)."""
+        """Seconds until every program has run, from the mean time of those done in the current phase (prepare, then
+        touch)."""
         if self._state in ("ready", "failed"):
             return 0.0
         if self._began is None:
@@ -214,17 +230,28 @@ class WarmupReport:
         lines = [header]
         for row in rows:
             memory = row.memory
-            lines.append((
-                row.name, row.source or "-",
-                *(f"{value:.3f}" for value in (row.seconds_trace, row.seconds_compile, row.seconds_load, row.seconds_run)),
-                *(f"{value / _MIB:.1f}" for value in (memory.argument, memory.output, memory.alias, memory.temp,
-                                                      memory.code)),
-            ))
-        sums = [sum(getattr(row, field) for row in rows)
-                for field in ("seconds_trace", "seconds_compile", "seconds_load", "seconds_run")]
+            lines.append(
+                (
+                    row.name,
+                    row.source or "-",
+                    *(
+                        f"{value:.3f}"
+                        for value in (row.seconds_trace, row.seconds_compile, row.seconds_load, row.seconds_run)
+                    ),
+                    *(
+                        f"{value / _MIB:.1f}"
+                        for value in (memory.argument, memory.output, memory.alias, memory.temp, memory.code)
+                    ),
+                )
+            )
+        sums = [
+            sum(getattr(row, field) for row in rows)
+            for field in ("seconds_trace", "seconds_compile", "seconds_load", "seconds_run")
+        ]
         code = sum(row.memory.code for row in rows)
-        lines.append((f"{len(rows)} programs", "", *(f"{value:.3f}" for value in sums), "", "", "", "",
-                      f"{code / _MIB:.1f}"))
+        lines.append(
+            (f"{len(rows)} programs", "", *(f"{value:.3f}" for value in sums), "", "", "", "", f"{code / _MIB:.1f}")
+        )
         return format_table(lines)
 
 
@@ -232,7 +259,9 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, the others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     )

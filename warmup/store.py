@@ -2,18 +2,18 @@
 
 Layout under the cache's root (``--warmup-cache``)::
 
-    programs/<fingerprint>/fingerprint.json   the components of the fingerprint, for people and for the diff on a mismatch
+    programs/<fingerprint>/fingerprint.json   the components of the fingerprint, for people and for a diff
     programs/<fingerprint>/manifest.json      what was resolved, the entries with checksums, the proof
     programs/<fingerprint>/arguments.json     the abstract arguments of each program, for the diff
     programs/<fingerprint>/<program>-<checksum>.bin
     xla/                                      JAX's persistent cache (manual mode)
 
-An entry's file is named after its content, so several processes may fill one folder: none overwrites what another's manifest
-refers to, and the manifest itself is merged under a lock and replaced atomically. A process that dies half-way leaves files
-that no manifest names; `prune` removes them.
+An entry's file is named after its content, so several processes may fill one folder: none overwrites what another's
+manifest refers to, and the manifest itself is merged under a lock and replaced atomically. A process that dies
+half-way leaves files that no manifest names; `prune` removes them.
 
-The store never fails a start. What it cannot read is a `Miss` with a reason, and is compiled again; what it cannot write is
-one warning. Trust: ``warmup/trust.py``.
+The store never fails a start. What it cannot read is a `Miss` with a reason, and is compiled again; what it cannot
+write is one warning. Trust: ``warmup/trust.py``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _HEADER = 8  # bytes: length of the pickled trees that stand before the executab
 class Artifact:
     """A serialized executable with the output tree that calling it needs.
 
-    ``out_tree`` is the output's pytree with integers as leaves, so that a tree definition is made from it without tracing. The input
-    tree needs no storing: it is that of the program's arguments.
+    ``out_tree`` is the output's pytree with integers as leaves, so that a tree definition is made from it without
+    tracing. The input tree needs no storing: it is that of the program's arguments.
     """
 
     payload: bytes | memoryview
@@ -80,8 +80,8 @@ class Pending:
 class ArtifactStore:
     """The folder of one fingerprint.
 
-    ``root`` of `None` (``--warmup-cache off``) makes a store that holds nothing. The constructor checks, creates and reads; it logs
-    a warning if the folder cannot be used.
+    ``root`` of `None` (``--warmup-cache off``) makes a store that holds nothing. The constructor checks, creates and
+    reads; it logs a warning if the folder cannot be used.
     """
 
     def __init__(self, root: Path | None, fingerprint: Fingerprint):
@@ -138,7 +138,8 @@ class ArtifactStore:
     def load(self, name: str, arguments: str, lines: Callable[[], list[str]]) -> Artifact | Miss:
         """Reads and checks one entry. Thread-safe.
 
-        ``arguments`` is the digest of the program's abstract arguments; ``lines`` describes them, for the message if they differ.
+        ``arguments`` is the digest of the program's abstract arguments; ``lines`` describes them, for the message if
+        they differ.
         """
         if self.folder is None:
             return Miss("no cache", quiet=True)
@@ -172,9 +173,15 @@ class ArtifactStore:
             return None
         return Pending(name, file, checksum, len(data), arguments)
 
-    def commit(self, pending: Sequence[Pending], *, arguments: Mapping[str, list[str]] | None = None,
-               groups: Mapping[str, list[str]] | None = None) -> None:
-        """Enters programs that have run into the manifest. ``arguments`` and ``groups`` describe them, for a later diff."""
+    def commit(
+        self,
+        pending: Sequence[Pending],
+        *,
+        arguments: Mapping[str, list[str]] | None = None,
+        groups: Mapping[str, list[str]] | None = None,
+    ) -> None:
+        """Enters programs that have run into the manifest. ``arguments`` and ``groups`` describe them, for a later
+        diff."""
         if not pending:
             return
         with self._update() as manifest:
@@ -202,7 +209,9 @@ class ArtifactStore:
         """Records that the programs of the manifest passed the proof before ready."""
         with self._update() as manifest:
             manifest["proof"] = {
-                "mode": mode, "seconds": round(seconds, 3), "requests": requests,
+                "mode": mode,
+                "seconds": round(seconds, 3),
+                "requests": requests,
                 "entries": self._entries_digest(manifest),
             }
 
@@ -312,7 +321,9 @@ class ArtifactStore:
     def _stop_writing(self, error: OSError) -> None:
         if self.writable:
             self.writable = False
-            logger.warning("warmup cache %s cannot be written, going on without storing: %s", self.folder, error.strerror)
+            logger.warning(
+                "warmup cache %s cannot be written, going on without storing: %s", self.folder, error.strerror
+            )
 
     @staticmethod
     def _entries_digest(manifest: Mapping[str, Any]) -> str:

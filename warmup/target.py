@@ -1,13 +1,13 @@
 """Building for a TPU slice on a machine that has none: ``preheat build --target v5e-4``.
 
-The ``libtpu`` package describes any slice (`jax.experimental.topologies`) and holds the whole compiler, so every program of a configuration
-can be lowered and compiled here, with the real executable's memory per device, and stored under the fingerprint that a server
-on that slice will compute. Weights stay abstract: a ``config.json`` is enough.
+The ``libtpu`` package describes any slice (`jax.experimental.topologies`) and holds the whole compiler, so every
+program of a configuration can be lowered and compiled here, with the real executable's memory per device, and stored
+under the fingerprint that a server on that slice will compute. Weights stay abstract: a ``config.json`` is enough.
 
 A target's name counts as Google's does: chips for v5e and v6e, TensorCores (two a chip) for v4 and v5p.
 
-The entries have not run when they are stored. The first start on the slice runs each once, as every start does, and compiles
-anew whatever fails.
+The entries have not run when they are stored. The first start on the slice runs each once, as every start does, and
+compiles anew whatever fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,17 @@ _GENERATIONS = {
 # Shapes of slices by number of chips: the ones that Google Cloud offers, up to what one mesh axis is good for.
 _SHAPES = {
     2: {1: "1x1", 2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"},
-    3: {1: "1x1x1", 2: "1x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"},
+    3: {
+        1: "1x1x1",
+        2: "1x2x1",
+        4: "2x2x1",
+        8: "2x2x2",
+        16: "2x2x4",
+        32: "2x4x4",
+        64: "4x4x4",
+        128: "4x4x8",
+        256: "4x8x8",
+    },
 }
 
 
@@ -80,7 +90,9 @@ def parse_target(name: str) -> Target:
     """``v5e-4``, ``v6e-8``, ``v5p-8``, ``v4-8``. Raises `WarmupError` with the names that would do."""
     match = re.fullmatch(r"(v[0-9]+[ep]?)-([0-9]+)", name)
     if not match or match[1] not in _GENERATIONS:
-        raise WarmupError(f"unknown target {name!r}: write a TPU generation of {', '.join(_GENERATIONS)} and a size, as in v5e-4")
+        raise WarmupError(
+            f"unknown target {name!r}: write a TPU generation of {', '.join(_GENERATIONS)} and a size, as in v5e-4"
+        )
     generation = _GENERATIONS[match[1]]
     shapes = _SHAPES[generation.dimensions]
     chips, rest = divmod(int(match[2]), generation.cores)
@@ -113,7 +125,9 @@ def target_devices(target: Target, count: int) -> tuple[jax.Device, ...]:
     ):
         os.environ.setdefault(name, value)
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **dict(target.options))
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=target.topology, **dict(target.options)
+        )
     except Exception as error:  # libtpu's own errors, of several types
         raise WarmupError(f"libtpu does not describe {target.name} ({target.topology}): {error}") from error
     return tuple(description.devices[:count])
@@ -129,8 +143,17 @@ class Build:
     stored: tuple[str, ...]
 
 
-def build_target(make: Callable[[EngineConfig], Engine], config: EngineConfig, devices: Sequence[jax.Device], root: Path | None,
-                 budget: int, *, guard: Guard, report: WarmupReport, workers: int | None = None) -> Build:
+def build_target(
+    make: Callable[[EngineConfig], Engine],
+    config: EngineConfig,
+    devices: Sequence[jax.Device],
+    root: Path | None,
+    budget: int,
+    *,
+    guard: Guard,
+    report: WarmupReport,
+    workers: int | None = None,
+) -> Build:
     """Compiles every program for devices that are not here, and stores what came out.
 
     Args:

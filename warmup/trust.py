@@ -1,7 +1,7 @@
 """Which folders and files of the warmup cache may be used.
 
-Entries are pickles and machine code: who can write one runs code in this process. So a folder is used only if it and each parent up
-to the cache's root belong to the user or to root, and nobody else can write them; a file likewise.
+Entries are pickles and machine code: who can write one runs code in this process. So a folder is used only if it and
+each parent up to the cache's root belong to the user or to root, and nobody else can write them; a file likewise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def make_folder(root: Path, folder: Path) -> None:
 
 
 def check(path: Path, *, directory: bool) -> None:
-    """Raises `Untrusted` if others own or can write ``path``, or if it is of another kind; `OSError` if it is not there."""
+    """Raises `Untrusted` if others own or can write ``path``, or if it is of another kind; `OSError` if it is not
+    there."""
     _check_status(path, path.lstat() if not directory else path.stat(), directory=directory)
 
 
@@ -64,7 +65,8 @@ def _check_status(path: Path, status: os.stat_result, *, directory: bool) -> Non
 
 
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file, mode 600, so that readers see all of it or none: temporary file, fsync, rename, fsync of the folder.
+    """Writes a file, mode 600, so that readers see all of it or none: temporary file, fsync, rename, fsync of the
+    folder.
 
     Raises:
       OSError: disk full, read-only, ...; nothing is left behind.

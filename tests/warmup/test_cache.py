@@ -65,7 +65,10 @@ def test_what_killed_processes_left_is_swept_after_an_hour(root):
     named.write_bytes(b"n")
     temporary.write_bytes(b"t")
     manifest = {
-        "format": 1, "fingerprint": "a", "resolved": {}, "proof": None,
+        "format": 1,
+        "fingerprint": "a",
+        "resolved": {},
+        "proof": None,
         "entries": {"n": {"file": "n-1.bin", "checksum": "", "size": 1, "arguments": ""}},
     }
     (path / "manifest.json").write_text(json.dumps(manifest))

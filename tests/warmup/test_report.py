@@ -25,15 +25,36 @@ def test_the_json_has_the_fields_of_the_contract(clock):
     report.prepared("insert", "aot", ProgramMemory(argument=1, output=2, alias=3, temp=4, code=5), load=0.25)
     snapshot = json.loads(json.dumps(report.snapshot()))
     assert set(snapshot) == {
-        "mode", "state", "programs", "done", "total", "eta_seconds", "startup", "compiles_since_ready", "traces_since_ready",
+        "mode",
+        "state",
+        "programs",
+        "done",
+        "total",
+        "eta_seconds",
+        "startup",
+        "compiles_since_ready",
+        "traces_since_ready",
     }
     assert snapshot["programs"][1] == {
-        "name": "insert", "source": "aot", "seconds_trace": 0, "seconds_compile": 0, "seconds_load": 0.25, "seconds_run": 0,
-        "argument_bytes": 1, "output_bytes": 2, "alias_bytes": 3, "temp_bytes": 4, "code_bytes": 5,
+        "name": "insert",
+        "source": "aot",
+        "seconds_trace": 0,
+        "seconds_compile": 0,
+        "seconds_load": 0.25,
+        "seconds_run": 0,
+        "argument_bytes": 1,
+        "output_bytes": 2,
+        "alias_bytes": 3,
+        "temp_bytes": 4,
+        "code_bytes": 5,
     }
     assert snapshot["programs"][0]["source"] is None
     assert set(snapshot["startup"]) == {
-        "seconds_import", "seconds_weights", "seconds_programs", "seconds_proof", "seconds_total",
+        "seconds_import",
+        "seconds_weights",
+        "seconds_programs",
+        "seconds_proof",
+        "seconds_total",
     }
     assert snapshot["startup"]["seconds_total"] == 10.0
 
@@ -76,7 +97,11 @@ def test_a_failed_start_says_why(clock):
     report = WarmupReport("manual", started=100.0, clock=clock)
     report.begin(["a"])
     report.fail("program a failed")
-    assert (report.state, report.snapshot()["error"], report.snapshot()["eta_seconds"]) == ("failed", "program a failed", 0)
+    assert (report.state, report.snapshot()["error"], report.snapshot()["eta_seconds"]) == (
+        "failed",
+        "program a failed",
+        0,
+    )
 
 
 def test_the_table_has_a_line_per_program_and_the_sums(clock):
@@ -86,5 +111,17 @@ def test_the_table_has_a_line_per_program_and_the_sums(clock):
     report.prepared("insert", "cache", ProgramMemory(code=2 * 1024**2), compile=0.25)
     lines = report.table().splitlines()
     assert len(lines) == 4
-    assert lines[1].split() == ["prefill/16", "compiled", "0.500", "1.250", "0.000", "0.000", "0.0", "0.0", "0.0", "3.0", "1.0"]
+    assert lines[1].split() == [
+        "prefill/16",
+        "compiled",
+        "0.500",
+        "1.250",
+        "0.000",
+        "0.000",
+        "0.0",
+        "0.0",
+        "0.0",
+        "3.0",
+        "1.0",
+    ]
     assert lines[3].split() == ["2", "programs", "0.500", "1.500", "0.000", "0.000", "3.0"]

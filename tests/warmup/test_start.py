@@ -1,4 +1,5 @@
-"""Whole starts of the toy engine, in each mode. Its tokens are known by hand; JAX's own events tell what was made anew."""
+"""Whole starts of the toy engine, in each mode. Its tokens are known by hand; JAX's own events tell what was made
+anew."""
 
 import json
 import logging
@@ -80,7 +81,9 @@ def test_without_a_cache_nothing_is_stored(root, caplog):
 
 @pytest.mark.parametrize("mode", ["manual", "aot"])
 def test_a_lost_donation_is_an_error_by_name(root, mode):
-    with pytest.raises(DonationLost, match=r"program generate/2 aliases 0 of the \d+ bytes of the decode state: the donation was lost"):
+    with pytest.raises(
+        DonationLost, match=r"program generate/2 aliases 0 of the \d+ bytes of the decode state: the donation was lost"
+    ):
         toy.warm(mode, root, lose_donation="generate/2")
 
 
@@ -100,7 +103,8 @@ def test_a_touch_run_that_fails_is_an_error_by_name_and_nothing_is_stored(root, 
 def test_prefill_and_the_owner_of_the_state_are_touched_side_by_side():
     lanes = touch_lanes(toy.ToyEngine().programs(), 2)
     assert [[program.name for program in lane] for lane in lanes] == [
-        ["init_state", "init_prefix", "insert", "generate/1", "generate/2"], ["prefill/16", "prefill/32"],
+        ["init_state", "init_prefix", "insert", "generate/1", "generate/2"],
+        ["prefill/16", "prefill/32"],
     ]
     assert len(touch_lanes(toy.ToyEngine().programs(), 1)) == 1
 
@@ -113,7 +117,11 @@ def test_the_report_of_a_start_names_sources_and_bytes(root):
     assert list(rows) == NAMES
     state = 5 * toy.HIDDEN * 4 + 4  # kv_pages x HIDDEN float32, and the count
     assert rows["insert"]["alias_bytes"] == state
-    assert rows["insert"]["seconds_load"] > 0 and rows["insert"]["seconds_compile"] == 0 and rows["insert"]["code_bytes"] > 0
+    assert (
+        rows["insert"]["seconds_load"] > 0
+        and rows["insert"]["seconds_compile"] == 0
+        and rows["insert"]["code_bytes"] > 0
+    )
 
 
 def test_two_processes_fill_one_folder_at_once(root):
@@ -143,9 +151,12 @@ def test_a_full_disk_is_one_warning(root):
     # A limit on the size of files stands in for a full disk: each write of more fails, as it would there.
     script = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
-        f"sys.argv = ['toy', 'aot', {str(root)!r}]; runpy.run_module('tests.warmup.toy', run_name='__main__', alter_sys=True)"
+        f"sys.argv = ['toy', 'aot', {str(root)!r}]; "
+        "runpy.run_module('tests.warmup.toy', run_name='__main__', alter_sys=True)"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["tokens"] == toy.TOKENS and result["stored"] == []

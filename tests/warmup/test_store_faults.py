@@ -93,8 +93,13 @@ def link(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        (truncate, "bytes instead of"), (garbage, "checksum"), (flip, "checksum"), (empty, "has 0 bytes instead of"),
-        (Path.unlink, "is missing"), (folder_in_its_place, "plain file|cannot be read"), (link, "cannot be read"),
+        (truncate, "bytes instead of"),
+        (garbage, "checksum"),
+        (flip, "checksum"),
+        (empty, "has 0 bytes instead of"),
+        (Path.unlink, "is missing"),
+        (folder_in_its_place, "plain file|cannot be read"),
+        (link, "cannot be read"),
         (lambda file: file.chmod(0o666), "written by others"),
     ],
     ids=["truncated", "garbage", "one bit", "empty", "missing", "folder", "link", "world-writable"],
@@ -136,7 +141,9 @@ def test_entries_exchanged_between_programs_do_not_run(root, filled, caplog):
     assert any("compiling program prefill/32 again" in line for line in lines)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00garbage", b"[]", b'{"format": 99}', b'{"format": 1, "entries": 3}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe\x00garbage", b"[]", b'{"format": 99}', b'{"format": 1, "entries": 3}']
+)
 def test_a_faulty_manifest_compiles_all_and_is_replaced(root, filled, caplog, content):
     (filled[0] / "manifest.json").write_bytes(content)
     result, lines = again(root, caplog)
@@ -155,7 +162,9 @@ def test_an_entry_that_names_a_path_outside_is_refused(root, filled, caplog):
 
 def test_another_version_is_explained(root, filled, caplog, monkeypatch):
     real = fingerprints.importlib.metadata.version
-    monkeypatch.setattr(fingerprints.importlib.metadata, "version", lambda name: "0.99" if name == "jaxlib" else real(name))
+    monkeypatch.setattr(
+        fingerprints.importlib.metadata, "version", lambda name: "0.99" if name == "jaxlib" else real(name)
+    )
     caplog.set_level(logging.INFO)
     result = toy.warm("aot", root)
     assert len(compiled(result)) == 7 and result["tokens"] == toy.TOKENS

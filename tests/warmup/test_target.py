@@ -17,8 +17,14 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("name", "chips", "topology", "hbm"),
     [
-        ("v5e-1", 1, "v5e:1x1", 16), ("v5e-4", 4, "v5e:2x2", 16), ("v5e-8", 8, "v5e:2x4", 16), ("v5e-16", 16, "v5e:4x4", 16),
-        ("v6e-8", 8, "v6e:2x4", 32), ("v5p-8", 4, "v5p:2x2x1", 95), ("v5p-16", 8, "v5p:2x2x2", 95), ("v4-8", 4, "v4:2x2x1", 32),
+        ("v5e-1", 1, "v5e:1x1", 16),
+        ("v5e-4", 4, "v5e:2x2", 16),
+        ("v5e-8", 8, "v5e:2x4", 16),
+        ("v5e-16", 16, "v5e:4x4", 16),
+        ("v6e-8", 8, "v6e:2x4", 32),
+        ("v5p-8", 4, "v5p:2x2x1", 95),
+        ("v5p-16", 8, "v5p:2x2x2", 95),
+        ("v4-8", 4, "v4:2x2x1", 32),
     ],
 )
 def test_names_count_as_google_does(name, chips, topology, hbm):
@@ -28,7 +34,7 @@ def test_names_count_as_google_does(name, chips, topology, hbm):
 
 @pytest.mark.parametrize("name", ["v5e", "v5e-0", "v5e-3", "v5p-7", "v5p-6", "v9-4", "4", "", "v5e-4 ", "v5e:2x2"])
 def test_other_names_are_refused_with_what_would_do(name):
-    with pytest.raises(WarmupError, match="v5e"if name.startswith("v5e") else "v"):
+    with pytest.raises(WarmupError, match="v5e" if name.startswith("v5e") else "v"):
         parse_target(name)
 
 
@@ -52,10 +58,13 @@ for name, tp in (("v5e-4", 4), ("v5p-8", 1), ("v4-8", 4)):
     target = parse_target(name)
     devices = target_devices(target, tp)
     with Guard() as guard:
-        build = build_target(lambda config: toy.ToyEngine(config=config, devices=devices), toy.engine_config(tp=tp, kv_pages=0),
-                             devices, root, target.budget, guard=guard, report=WarmupReport("aot", guard=guard))
+        build = build_target(
+            lambda config: toy.ToyEngine(config=config, devices=devices), toy.engine_config(tp=tp, kv_pages=0),
+            devices, root, target.budget, guard=guard, report=WarmupReport("aot", guard=guard),
+        )
     result[name] = {
-        "devices": len(devices), "stored": build.stored, "fits": build.plan.fits, "budget": build.plan.budget, "code": build.plan.code,
+        "devices": len(devices), "stored": build.stored, "fits": build.plan.fits,
+        "budget": build.plan.budget, "code": build.plan.code,
         "components": build.store.fingerprint.components, "pages": build.store.resolved["kv_pages"],
         "alias": {row.name: row.memory.alias for row in build.report.programs},
         "compiles": guard.counts("startup").compiles, "folder": str(build.store.folder),
@@ -68,7 +77,12 @@ def test_a_table_is_built_for_slices_that_are_not_here(tmp_path):
     pytest.importorskip("libtpu")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")], env=environment, cwd=REPO, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")],
+        env=environment,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -81,6 +95,9 @@ def test_a_table_is_built_for_slices_that_are_not_here(tmp_path):
         assert built["alias"]["insert"] >= 5 * 8 * 4 + 4  # the whole state, in the TPU's padded layout or not
         manifest = json.loads((Path(built["folder"]) / "manifest.json").read_text())
         assert set(manifest["entries"]) == set(built["stored"])
-        assert all((Path(built["folder"]) / entry["file"]).stat().st_size == entry["size"] for entry in manifest["entries"].values())
+        assert all(
+            (Path(built["folder"]) / entry["file"]).stat().st_size == entry["size"]
+            for entry in manifest["entries"].values()
+        )
     assert len({result[name]["folder"] for name in kinds}) == 3
     assert result["v5e-4"]["budget"] == int(0.85 * 16 * 2**30)

@@ -1,6 +1,7 @@
 """An engine of a few small donating programs over a fake state, whose tokens can be computed by hand.
 
-``step(state) -> state + 1`` adds one to every cell of its row count; the "token" it returns is the sum of those cells. Usable by hand:
+``step(state) -> state + 1`` adds one to every cell of its row count; the "token" it returns is the sum of those cells.
+Usable by hand:
 ``python -m tests.warmup.toy MODE ROOT`` warms it up and prints a line of JSON.
 """
 
@@ -35,8 +36,17 @@ class State:
 
 
 def model_config(**changes) -> ModelConfig:
-    fields = dict(family="toy", vocab_size=32, hidden_size=HIDDEN, intermediate_size=16, num_layers=1, num_heads=2,
-                  num_kv_heads=1, head_dim=4, max_position=4096)
+    fields = dict(
+        family="toy",
+        vocab_size=32,
+        hidden_size=HIDDEN,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        max_position=4096,
+    )
     return ModelConfig(**{**fields, **changes})
 
 
@@ -48,8 +58,16 @@ def engine_config(**changes) -> EngineConfig:
 class ToyEngine:
     """Has what warmup needs of an engine."""
 
-    def __init__(self, model: ModelConfig | None = None, config: EngineConfig | None = None, devices=None, *,
-                 lose_donation: str = "", break_program: str = "", break_touch: str = ""):
+    def __init__(
+        self,
+        model: ModelConfig | None = None,
+        config: EngineConfig | None = None,
+        devices=None,
+        *,
+        lose_donation: str = "",
+        break_program: str = "",
+        break_touch: str = "",
+    ):
         self.model = model or model_config()
         self.config = config or engine_config()
         self.devices = tuple(devices or jax.devices()[:1])
@@ -102,8 +120,9 @@ class ToyEngine:
             table.append(self._program(f"generate/{size}", generate(size), arguments, 0, True))
         return tuple(table)
 
-    def _program(self, name: str, function: Callable, arguments: tuple, donates: int | None = None,
-                 takes_state: bool = False) -> Program:
+    def _program(
+        self, name: str, function: Callable, arguments: tuple, donates: int | None = None, takes_state: bool = False
+    ) -> Program:
         if name == self._break:
 
             def function(*_):
@@ -148,7 +167,9 @@ class ToyEngine:
             case "insert":
                 self.state = self.call(name, self.state, self.prefixes[0])
             case "prefill":
-                self.prefixes[1], _ = self.call(name, self.prefixes[1], self.weights, self.put(np.zeros(int(size), np.int32)))
+                self.prefixes[1], _ = self.call(
+                    name, self.prefixes[1], self.weights, self.put(np.zeros(int(size), np.int32))
+                )
             case "generate":
                 self.state, _ = self.call(name, self.state, self.weights, self.put(np.zeros(int(size), np.int32)))
         jax.block_until_ready(self.prefixes[1] if kind == "prefill" else self.state)
@@ -193,9 +214,15 @@ def warm(mode: str, root: Path | None, **engine_options) -> dict:
         report.ready()
         serving = dataclasses.asdict(guard.counts("serving"))
         return {
-            "startup": startup, "serving": serving, "tokens": tokens, "proven": proven, "unchanged": prepared.unchanged,
-            "sources": {row.name: row.source for row in report.programs}, "report": report.snapshot(),
-            "stored": sorted(store.names), "folder": str(store.folder),
+            "startup": startup,
+            "serving": serving,
+            "tokens": tokens,
+            "proven": proven,
+            "unchanged": prepared.unchanged,
+            "sources": {row.name: row.source for row in report.programs},
+            "report": report.snapshot(),
+            "stored": sorted(store.names),
+            "folder": str(store.folder),
         }
 
 
