@@ -43,24 +43,34 @@ class ModelCardResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., created: _Optional[int] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ...) -> None: ...
 
 class RenderChatRequest(_message.Message):
-    __slots__ = ("messages", "tools", "template_kwargs", "add_generation_prompt")
+    __slots__ = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message", "tool_name", "parallel_tool_calls")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     messages: str
     tools: str
     template_kwargs: str
     add_generation_prompt: bool
-    def __init__(self, messages: _Optional[str] = ..., tools: _Optional[str] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ...) -> None: ...
+    continue_final_message: bool
+    tool_name: str
+    parallel_tool_calls: bool
+    def __init__(self, messages: _Optional[str] = ..., tools: _Optional[str] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: bool = ...) -> None: ...
 
 class RenderChatResponse(_message.Message):
-    __slots__ = ("text", "token_ids")
+    __slots__ = ("text", "token_ids", "tool_format", "tool_grammar")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tool_format: str
+    tool_grammar: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., tool_format: _Optional[str] = ..., tool_grammar: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "add_bos")

@@ -124,6 +124,7 @@ class Server:
         self.report.ready()
         self.orchestrator.open()
         self._ready = True
+        self.grpc.prepare_guides()
         startup = self.report.snapshot()["startup"]
         for stage, seconds in startup.items():
             self.metrics.startup_seconds.labels(stage=stage.removeprefix("seconds_")).set(seconds or 0.0)

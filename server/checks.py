@@ -5,8 +5,10 @@ The error's text completes a sentence that begins with the field's name: "must b
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ MAX_TOP_LOGPROBS = 20  # engine.api.TOP_LOGPROBS
 MAX_COMPLETION_LOGPROBS = 5
 MAX_PROMPTS = 1024
 MAX_REQUEST_ID = 256  # characters
+MAX_GRAMMAR = 65_536  # characters of a schema, expression or grammar: server.guided.MAX_LENGTH
+MAX_TOOLS = 128
 
 Check = Callable[[Any], Any]
 
@@ -173,6 +177,8 @@ def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
         if content is None and not (role == "assistant" and message.get("tool_calls")):
             raise ValueError(f"[{index}].content must be a string or a list of text parts")
         kept = {key: value for key, value in message.items() if value is not None}
+        if "tool_calls" in kept:
+            kept["tool_calls"] = _past_calls(kept["tool_calls"], index)
         messages.append(kept | {"role": "system" if role == "developer" else role, "content": content})
     string(json.dumps(messages, ensure_ascii=False))  # names, tool calls and all
     return tuple(messages)
@@ -192,6 +198,64 @@ def _content(value: Any, index: int) -> str | None:
     return "".join(texts)
 
 
+def _past_calls(value: Any, index: int) -> list[dict[str, Any]]:
+    """Calls that the assistant made. Templates expect arguments as an object, where OpenAI has its JSON text."""
+    if not isinstance(value, list):
+        raise ValueError(f"[{index}].tool_calls must be a list")
+    calls = []
+    for call in value:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f'[{index}].tool_calls must have {{"id": string, "type": "function", "function": object}}')
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"[{index}].tool_calls must have a JSON object as function.arguments")
+        calls.append(call | {"type": "function", "function": function | {"arguments": arguments}})
+    return calls
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolName:
+    """A ``tool_choice`` that names a function."""
+
+    name: str
+
+
+def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """OpenAI's tools, of which the only type is ``function``."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise ValueError(f"must be a list of up to {MAX_TOOLS} tools")
+    names = set()
+    for index, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise ValueError(f'[{index}] must be {{"type": "function", "function": object}}')
+        function = tool["function"]
+        name = function.get("name")
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+            raise ValueError(f"[{index}].function.name must be 1 to 64 letters, digits, dots, dashes and underscores")
+        if name in names:
+            raise ValueError(f"[{index}].function.name is that of another tool: {name}")
+        names.add(name)
+        if not isinstance(function.get("parameters", {}), (dict, type(None))):
+            raise ValueError(f"[{index}].function.parameters must be a JSON schema (an object)")
+    string(json.dumps(value, ensure_ascii=False))
+    return tuple(value)
+
+
+def tool_choice(value: Any) -> str | ToolName:
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return ToolName(function["name"])
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": string}}')
+
+
 def only(*allowed: Any, because: str) -> Check:
     """A field of which only these values are supported."""
 
@@ -202,10 +266,33 @@ def only(*allowed: Any, because: str) -> Check:
     return check
 
 
-def response_format(value: Any) -> None:
-    # Structured output goes here: {"type": "json_object"} and "json_schema" become a guided_* field.
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise ValueError('must be {"type": "text"}: structured output is not supported by this server')
+def grammar(value: Any) -> str:
+    """A regular expression or grammar; whether it can be compiled is found out later."""
+    if not string(value) or len(value) > MAX_GRAMMAR:
+        raise ValueError(f"must have 1 to {MAX_GRAMMAR} characters")
+    return value
+
+
+def json_schema(value: Any) -> str:
+    """A JSON schema, given as an object or as its JSON text; returned as text."""
+    return grammar(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
+
+
+def response_format(value: Any) -> str | None:
+    """OpenAI's ``response_format`` as the text of a JSON schema; `None` for free text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    if kind != "json_schema":
+        raise ValueError("must be an object whose type is text, json_object or json_schema")
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise ValueError('of type json_schema must have {"json_schema": {"name": string, "schema": object}}')
+    if not isinstance(inner.get("strict"), (bool, type(None))):
+        raise ValueError("must have true or false as json_schema.strict")
+    return json_schema(inner["schema"])
 
 
 def stream_options(value: Any) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from server import checks
-from server.checks import Check
+from server.checks import Check, ToolName
 from server.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,22 @@ class RequestFields:
     priority: int = 0
     model: str | None = None
     request_id: str | None = None
+    guided_json: str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    show_tool_markers: bool = False
     # of HTTP only
     stream: bool = False
     include_usage: bool = False
     prompt: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    response_schema: str | None = None  # of response_format
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str | ToolName = "auto"  # "none", "auto", "required"
+    parallel_tool_calls: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Field:
 Table = dict[str, Field]  # never changed
 
 
-_UNGUIDED = "is not supported by this server"  # the guided_* fields
+GUIDED = ("guided_json", "guided_regex", "guided_grammar")
 
 SAMPLING: Table = {
     "temperature": Field("temperature", checks.number(0, 1e6)),
@@ -90,9 +99,9 @@ SAMPLING: Table = {
     "logit_bias": Field("logit_bias", checks.logit_bias),
     "priority": Field("priority", checks.integer(-1000, 1000)),
     "model": Field("model", checks.string),
-    "guided_json": Field("", checks.only(because=_UNGUIDED)),
-    "guided_regex": Field("", checks.only(because=_UNGUIDED)),
-    "guided_grammar": Field("", checks.only(because=_UNGUIDED)),
+    "guided_json": Field("guided_json", checks.json_schema),
+    "guided_regex": Field("guided_regex", checks.grammar),
+    "guided_grammar": Field("guided_grammar", checks.grammar),
 }
 
 _HTTP: Table = SAMPLING | {
@@ -126,12 +135,13 @@ CHAT: Table = _OPENAI | {
     "max_completion_tokens": Field("max_completion_tokens", checks.integer(1, checks.INT32_MAX)),
     "logprobs": Field("logprobs", checks.boolean),
     "top_logprobs": Field("top_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
-    "response_format": Field("", checks.response_format),
-    # Tools go to the template's `tools`, and calls are parsed out of the answer, once both are there.
-    "tools": Field("", checks.only([], because="is not supported by this server")),
-    "tool_choice": Field("", checks.only("none", "auto", because="is not supported by this server")),
-    "functions": Field("", checks.only([], because="is not supported by this server")),
-    "continue_final_message": Field("", checks.only(False, because="is not supported by this server")),
+    "response_format": Field("response_schema", checks.response_format),
+    "tools": Field("tools", checks.tools),
+    "tool_choice": Field("tool_choice", checks.tool_choice),
+    "parallel_tool_calls": Field("parallel_tool_calls", checks.boolean),
+    "functions": Field("", checks.only([], because="is not supported; use tools")),
+    "function_call": Field("", checks.only("none", because="is not supported; use tool_choice")),
+    "continue_final_message": Field("continue_final_message", checks.boolean),
     "add_generation_prompt": Field("add_generation_prompt", checks.boolean),
     "chat_template_kwargs": Field("chat_template_kwargs", checks.json_object),
 }
@@ -147,6 +157,7 @@ GRPC: Table = SAMPLING | {
     "prompt_only": Field("prompt_only", checks.boolean),
     "request_id": Field("request_id", checks.request_id),
     "model_defaults": Field("model_defaults", checks.boolean),
+    "show_tool_markers": Field("show_tool_markers", checks.boolean),
 }
 
 _unknown: set[str] = set()  # names already logged
@@ -166,7 +177,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
             _log_unknown(name)
         elif value is not None:
             checked = _checked(name, value, field.check)
-            if field.target:
+            if field.target and checked is not None:
                 values[field.target] = checked
     if table is COMPLETIONS:
         _combine_completions(values)
@@ -176,6 +187,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
         _require(values, "prompt")
     elif values.get("prompt_only") and values.get("max_tokens"):
         raise InvalidRequest(f"max_tokens must be 0 with prompt_only, not {values['max_tokens']}", param="max_tokens")
+    _check_guides(values)
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
     return RequestFields(**values)
@@ -219,6 +231,44 @@ def _combine_chat(values: dict[str, Any]) -> None:
         values["logprobs"] = top or 0
     elif top:
         raise InvalidRequest("top_logprobs is only allowed with logprobs true", param="top_logprobs")
+
+
+    _combine_tools(values)
+    if values.get("continue_final_message"):
+        if values.setdefault("add_generation_prompt", False):
+            raise InvalidRequest(
+                "add_generation_prompt cannot be true with continue_final_message: the answer either begins a message "
+                "or goes on with the last one",
+                param="add_generation_prompt",
+            )
+        last = values["messages"][-1]
+        if last["role"] != "assistant" or not isinstance(last["content"], str):
+            raise InvalidRequest(
+                "messages must end with a text of the assistant for continue_final_message", param="messages"
+            )
+
+
+def _combine_tools(values: dict[str, Any]) -> None:
+    choice, tools = values.get("tool_choice", "auto"), values.get("tools", ())
+    if not tools and choice not in ("none", "auto"):
+        raise InvalidRequest("tool_choice asks for a call, but tools has none", param="tool_choice")
+    if isinstance(choice, ToolName) and choice.name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest(f"tool_choice names a function that is not in tools: {choice.name}", param="tool_choice")
+    if tools and choice != "none":
+        if guide := next((name for name in GUIDED if name in values), None):
+            raise InvalidRequest(f'{guide} and tools exclude each other: use tool_choice "none"', param=guide)
+        if choice != "auto" and "response_schema" in values:
+            raise InvalidRequest(
+                "response_format is about answers, but tool_choice asks for a call: leave one of them out",
+                param="response_format",
+            )
+
+
+def _check_guides(values: Mapping[str, Any]) -> None:
+    given = [name for name in (*GUIDED, "response_schema") if values.get(name) is not None]
+    if len(given) > 1:
+        second = given[1] if given[1] in GUIDED else "response_format"
+        raise InvalidRequest(f"{given[0]} and {second} exclude each other: give one of them", param=second)
 
 
 def _require(values: Mapping[str, Any], name: str) -> None:

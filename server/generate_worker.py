@@ -125,6 +125,8 @@ class GenerateWorker:
         for row, live in zip(rows, lives, strict=True):
             try:
                 shared.hook("decode", live.request)
+                if row.sequence.matcher is not None:
+                    self._engine.set_mask(row.slot, row.sequence.matcher.mask())
                 sound.append(row)
             except Exception as error:
                 shared.fault(live, "decode", error)

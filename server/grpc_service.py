@@ -107,6 +107,8 @@ class GrpcServer:
         self.local_address = ""
         # Tokenizing and templates run here, so that a long prompt does not stop all streams.
         self.workers = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="preheat-text")
+        # Grammars of structured output are compiled here, one at a time: they may take seconds.
+        self.grammar_worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="preheat-grammar")
         self._host = host
         self._api_keys = api_keys
         self._tls = tls
@@ -137,7 +139,12 @@ class GrpcServer:
 
     def attach(self, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits) -> None:
         """The model is loaded. From here on the state is the orchestrator's."""
-        self.model = Model(orchestrator, tokenizer, limits)
+        self.model = Model.make(orchestrator, tokenizer, limits)
+
+    def prepare_guides(self) -> None:
+        """Gets ready for structured output, in the background."""
+        if self.model is not None:
+            self.grammar_worker.submit(self.model.guides.prepare)
 
     def fail(self, reason: str) -> None:
         """The state is ``failed`` from here on."""
@@ -172,7 +179,8 @@ class GrpcServer:
         self._clean()
 
     def _clean(self) -> None:
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        for executor in (self.workers, self.grammar_worker):
+            executor.shutdown(wait=False, cancel_futures=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -60,7 +60,9 @@ class Tokenizer(Protocol):
 
     eos_token_ids: tuple[int, ...]
 
-    def detokenizer(self) -> Detokenizer: ...
+    def is_special(self, id: int) -> bool: ...
+
+    def detokenizer(self, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> Detokenizer: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,12 @@ class Orchestrator:
         self._state: State = "loading"
         self._serials = itertools.count()
         self._shared = Shared(
-            engine, Scheduler(engine.config, prefix_cache=prefix_cache), metrics, self._eos, clock, fault_hook
+            engine,
+            Scheduler(engine.config, prefix_cache=prefix_cache, model=engine.model),
+            metrics,
+            self._eos,
+            clock,
+            fault_hook,
         )
         self._deadlines = Deadlines(self._shared, clock)
         self._detokenize = DetokenizeWorker(self._shared, lambda error: self.on_death(error))
@@ -250,10 +257,11 @@ class Orchestrator:
     def _live_request(self, request: GenerateRequest, sink: Sink, received: float, proof: bool) -> LiveRequest:
         serial = next(self._serials)
         needs_text = request.detokenize or bool(request.stop)
+        continues = any(not self._tokenizer.is_special(token) for token in request.prompt)
         transcripts = [
             Transcript(
                 sample,
-                self._tokenizer.detokenizer() if needs_text else None,
+                self._tokenizer.detokenizer(continues=continues, shown=request.shown_special) if needs_text else None,
                 request.stop,
                 sampling.min_tokens,
                 show_text=request.detokenize,
@@ -268,6 +276,7 @@ class Orchestrator:
                 tokens=list(request.prompt),
                 sampling=self._with_suppressed(request, sampling),
                 max_tokens=request.max_tokens,
+                matcher=request.guide.matcher(ignore_eos=request.ignore_eos) if request.guide else None,
                 use_cache=not (request.prompt_logprobs and sample == 0),
             )
             for sample, sampling in enumerate(sampling_of)

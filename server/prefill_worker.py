@@ -62,6 +62,8 @@ class PrefillWorker:
         scores = live.request.prompt_logprobs and sequence.rank.sample == 0 and not live.prompt_logprobs
         sampling, generated = sampling_now(sequence)
         extra = {} if generated is None else {"generated": generated}
+        if sequence.matcher is not None:
+            extra["mask"] = sequence.matcher.mask()
         scored: list[TokenLogprob | None] = [None]
         if sequence.shared_pages and not self._fetch(sequence, epoch, prefix):
             return False
@@ -74,7 +76,7 @@ class PrefillWorker:
                     return False
                 step = self._engine.prefill(
                     prefix, chunk.tokens, chunk.start, sampling, last=chunk.last, next_token=chunk.next_token,
-                    prompt_logprobs=scores, **(extra if chunk.last else {}),
+                    prompt_logprobs=scores, prompt_length=sequence.prefill_length, **(extra if chunk.last else {}),
                 )  # fmt: skip
             finally:
                 shared.turns.dispatched()

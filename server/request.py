@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from engine.api import SamplingParams
 from server.errors import ServerError
+from server.guided import Guide
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +31,8 @@ class GenerateRequest:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     detokenize: bool = True  # text is wanted
+    shown_special: frozenset[int] = frozenset()  # control tokens that the text shows, which it leaves out otherwise
+    guide: Guide | None = None  # what the text must keep to
     prompt_logprobs: bool = False
     deadline: float = math.inf  # time.monotonic() seconds
     priority: int = 0  # lower goes first; FIFO among equals

@@ -15,6 +15,13 @@ that holds pages is put back: it keeps its tokens, gives up everything else, ret
 prefilled again later. The oldest sequence is never put back and always fits alone (`misfit` refuses the others at the
 door), so it ends, and so does everybody. Admission leaves a page for each sequence that runs, lest the newcomer be put
 back at once.
+
+**Models whose keys depend on the length** of the whole sequence (`ModelConfig.follows_length`) share pages within one regime only.
+Where a growing sequence enters another regime in which all its keys change (longrope), it is put back and prefilled anew.
+
+**Guided sequences** (structured output) take their steps together and not one ahead of the host: what may come next depends on the
+token before. They are left out of a step while one of them has a token that was not read yet, so that with others around they
+advance at every other step; the others advance at every step.
 """
 
 from __future__ import annotations
@@ -22,11 +29,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from server.pages import OutOfPages, PagePool
 from server.prefix_cache import PrefixCache
 from server.sequence import Sequence, Stage
@@ -53,10 +60,11 @@ class PlannedRow:
 
 
 class Scheduler:
-    """``prefix_cache`` False computes every prompt from its first token."""
+    """``prefix_cache`` False computes every prompt from its first token. Without ``model``, keys depend on tokens only."""
 
-    def __init__(self, config: EngineConfig, *, prefix_cache: bool = True):
+    def __init__(self, config: EngineConfig, *, prefix_cache: bool = True, model: ModelConfig | None = None):
         self._config = config
+        self._model = model if model is not None and model.follows_length else None
         self.pool = PagePool(config.kv_pages)
         self.cache = PrefixCache(self.pool, config.page_size) if prefix_cache else None
         self._waiting: list[Sequence] = []  # by rank
@@ -126,6 +134,7 @@ class Scheduler:
             self._free_prefixes -= 1
             sequence.stage = Stage.PREFILL
             sequence.prefill_length = len(sequence.tokens)
+            sequence.regime = self._regime(sequence)
             sequence.prefilled = sequence.shared_pages * self._config.page_size
             return sequence
         return None
@@ -152,7 +161,7 @@ class Scheduler:
         it."""
         sequence.stage = Stage.DECODE
         if self.cache is not None:
-            self.cache.store(sequence.tokens[: sequence.prefill_length], sequence.pages)
+            self.cache.store(sequence.tokens[: sequence.prefill_length], sequence.pages, sequence.regime)
 
     # Step by step
 
@@ -161,9 +170,16 @@ class Scheduler:
         must."""
         rows = []
         decoding = [sequence for sequence in self._running if sequence.stage is Stage.DECODE]
+        guided_wait = any(sequence.awaits_token for sequence in decoding)
         for sequence in sorted(decoding, key=lambda sequence: sequence.rank):
             if sequence.stage is not Stage.DECODE or not self._wants_step(sequence):
                 continue  # put back for an older one, or its last step is on its way
+            if guided_wait and sequence.matcher is not None:
+                continue
+            if self._model is not None and self._model.outgrows(sequence.prefill_length, sequence.position + 1):
+                if sequence.planned == sequence.generated:  # else a token is on its way that must not be lost
+                    self.put_back(sequence)
+                continue
             index = sequence.position // self._config.page_size
             if index == len(sequence.pages) and not self._grow(sequence):
                 continue
@@ -217,6 +233,9 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)
 
+    def _regime(self, sequence: Sequence) -> Hashable:
+        return None if self._model is None else self._model.regime(len(sequence.tokens))
+
     def _wants_step(self, sequence: Sequence) -> bool:
         return sequence.planned < sequence.max_tokens
 
@@ -224,12 +243,13 @@ class Scheduler:
         page = self._config.page_size
         if self.cache is None or not self._caches(sequence) or len(sequence.tokens) <= page:
             return False
-        begin = sequence.tokens[:page]
+        begin, regime = sequence.tokens[:page], self._regime(sequence)
         return any(
             other.stage in (Stage.PREFILL, Stage.READY)
             and other.max_tokens
             and other.prefill_length >= page
             and other.tokens[:page] == begin
+            and other.regime == regime
             for other in self._running
         )
 
@@ -242,7 +262,9 @@ class Scheduler:
             return True
         if not self._free_slots:
             return False
-        shared = self.cache.match(sequence.tokens) if self.cache is not None and self._caches(sequence) else []
+        shared = []
+        if self.cache is not None and self._caches(sequence):
+            shared = self.cache.match(sequence.tokens, self._regime(sequence))
         needed = self._pages_for(len(sequence.tokens)) - len(shared)
         if needed + len(self._running) > self.pool.available:
             self.pool.release(shared)
@@ -269,7 +291,7 @@ class Scheduler:
         self._running.discard(sequence)
         if sequence.stage is Stage.DECODE and self.cache is not None:
             # The last token's page may not be written yet: it is the input of a step that may never be dispatched.
-            self.cache.store(sequence.tokens[:-1], sequence.pages)
+            self.cache.store(sequence.tokens[:-1], sequence.pages, sequence.regime)
         self.pool.release(sequence.pages)
         if sequence.slot is not None:
             heapq.heappush(self._free_slots, sequence.slot)

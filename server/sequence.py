@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Hashable
 
 from engine.api import SamplingParams
+from server.guided import Matcher
 
 
 class Stage(enum.Enum):
@@ -39,6 +41,7 @@ class Sequence:
     tokens: list[int]
     sampling: SamplingParams
     max_tokens: int
+    matcher: Matcher | None = None  # the grammar its text keeps to
     use_cache: bool = True  # may take its prompt's beginning from the prefix cache
     prompt_tokens: int = 0  # length of the prompt proper
     stage: Stage = Stage.WAITING
@@ -48,6 +51,7 @@ class Sequence:
     shared_pages: int = 0  # the first of `pages`, taken from the prefix cache
     prefill_length: int = 0  # tokens to prefill in this stay: the prompt, and what was generated before a put-back
     prefilled: int = 0  # of them, tokens in the prefix already
+    regime: Hashable = None  # of this stay: what its keys depend on beside the tokens (`ModelConfig.regime`)
     planned: int = 0
     put_back: int = 0  # how often
     complete: bool = False  # has all its tokens, while its prompt is still on the way into the pool
@@ -64,3 +68,8 @@ class Sequence:
     def position(self) -> int:
         """Where the next step of this sequence writes."""
         return self.prompt_tokens + self.planned - 1
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its next step must wait for the token of the one before, which says what the grammar allows then."""
+        return self.matcher is not None and self.planned > self.generated

@@ -23,14 +23,17 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
-from server import checks, validation, wire
+from server import checks, fields, validation, wire
 from server.errors import InternalError, InvalidRequest, ServerError, Unavailable
+from server.fields import RequestFields
+from server.guided import Guide, Guides
 from server.live_request import log_outcome
 from server.metrics import Metrics, Outcome
 from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink
 from server.tokenizers import Tokenizer
 from server.tokenizers.chat import unmark
+from server.tools import ToolWriter, control_markers, tool_writer
 from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,13 @@ class Model:
     orchestrator: OrchestratorLike
     tokenizer: Tokenizer
     limits: ModelLimits
+    guides: Guides
+    tool_markers: frozenset[int]  # control tokens that mark a tool call
+
+    @classmethod
+    def make(cls, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits) -> Model:
+        guides = Guides(tokenizer, limits.eos_token_ids, limits.vocab_size)
+        return cls(orchestrator, tokenizer, limits, guides, frozenset(control_markers(tokenizer).values()))
 
 
 class Server(Protocol):
@@ -76,6 +86,7 @@ class Server(Protocol):
     fault_hook: Callable[[str, str], None] | None
     warmup_report: Callable[[], Mapping[str, Any]]
     workers: concurrent.futures.ThreadPoolExecutor
+    grammar_worker: concurrent.futures.ThreadPoolExecutor
 
     @property
     def state(self) -> str: ...
@@ -193,6 +204,11 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
                 detokenize=is_text or parsed.want_text or bool(parsed.stop),
                 deadline=time.monotonic() + timeout,
             )
+            built = dataclasses.replace(
+                built,
+                guide=await self._guide(model, parsed),
+                shown_special=model.tool_markers if parsed.show_tool_markers else frozenset(),
+            )
         except ServerError as error:
             self._refused(request, "invalid", error)
             raise
@@ -209,13 +225,22 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             wire_prompt = ""
         writer = MessageWriter(
             model.tokenizer,
-            len(built.sampling),
+            built,
+            echoed=wire_prompt or "",
             text=is_text or parsed.want_text,
             logprobs=parsed.logprobs,
             prompt_logprobs=parsed.prompt_logprobs,
         )
         return StreamSink(asyncio.get_running_loop(), len(built.sampling)), writer, wire_prompt, built, model
 
+
+    async def _guide(self, model: Model, parsed: RequestFields) -> Guide | None:
+        """Compiled before the request is queued, in a thread of its own, so that a heavy one delays other such only."""
+        for name in fields.GUIDED:
+            if (text := getattr(parsed, name)) is not None:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._server.grammar_worker, model.guides.compile, name, text)
+        return None
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
         if self._server.fault_hook is not None:
@@ -256,15 +281,7 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
     async def RenderChat(self, request, context):  # noqa: N802
         async def answer():
             model = self._loaded()
-            text, ids = await self._work(
-                _render_chat,
-                model.tokenizer,
-                _json(request.messages, "messages", list),
-                _json(request.tools, "tools", list) if request.HasField("tools") else None,
-                not request.HasField("add_generation_prompt") or request.add_generation_prompt,
-                _json(request.template_kwargs or "{}", "chat_template_kwargs", dict),
-            )
-            return preheat_pb2.RenderChatResponse(text=text, token_ids=ids)
+            return await self._work(_render_chat, model.tokenizer, request)
 
         return await self._answer(answer, context)
 
@@ -339,14 +356,11 @@ class HealthService(_Door, health_pb2_grpc.HealthServicer):
             await asyncio.sleep(self._watch_interval)
 
 
-def _render_chat(
-    tokenizer: Tokenizer,
-    messages: list[Any],
-    tools: list[Any] | None,
-    add_generation_prompt: bool,
-    variables: dict[str, Any],
-) -> tuple[str, list[int]]:
-    if tokenizer.chat_template is None:
+def _render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -> preheat_pb2.RenderChatResponse:
+    messages = _json(request.messages, "messages", list)
+    variables = _json(request.template_kwargs or "{}", "chat_template_kwargs", dict)
+    template = tokenizer.chat_template
+    if template is None:
         raise InvalidRequest(
             "messages cannot be rendered: the model has no chat template; use /v1/completions", param="messages"
         )
@@ -357,11 +371,53 @@ def _render_chat(
             raise InvalidRequest(
                 f"chat_template_kwargs must not have {name}: it is a field of its own", param="chat_template_kwargs"
             )
-    text = tokenizer.chat_template.render(
-        messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+    answer = preheat_pb2.RenderChatResponse()
+    tools = None
+    if request.HasField("tools"):
+        tools = _tools(request)
+        writer = _writer(tokenizer)
+        callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
+        parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
+        answer.tool_format = writer.format
+        answer.tool_grammar = writer.grammar(callable_tools, parallel=parallel)
+    sentinel = ""
+    if request.continue_final_message:
+        sentinel = secrets.token_hex(16)  # marks where the last message ends, whatever the template puts behind it
+        if not messages or not isinstance(messages[-1].get("content"), str):
+            raise InvalidRequest("messages must end with a text to go on with", param="messages")
+        messages[-1]["content"] += sentinel
+    add_prompt = not request.HasField("add_generation_prompt") or request.add_generation_prompt
+    text = template.render(
+        messages, tools=tools, add_generation_prompt=add_prompt and not request.continue_final_message, **variables
     )
+    if sentinel:
+        text, found, _ = text.rpartition(sentinel)
+        if not found:
+            raise InvalidRequest("the model's chat template does not show the last message as it is", param="messages")
     # The template spells the BOS token where the model wants one.
-    return unmark(text), tokenizer.encode(text, add_bos=False, parse_special=True)
+    answer.text = unmark(text)
+    answer.token_ids.extend(tokenizer.encode(text, add_bos=False, parse_special=True))
+    return answer
+
+
+def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:
+    try:
+        tools = checks.tools(_json(request.tools, "tools", list))
+    except ValueError as error:
+        raise InvalidRequest(f"tools {error}", param="tools") from None
+    if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest("tools must have the function that is to be called", param="tools")
+    return tools
+
+
+def _writer(tokenizer: Tokenizer) -> ToolWriter:
+    assert tokenizer.chat_template is not None
+    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    if writer is None:
+        raise InvalidRequest(
+            "tools cannot be shown to this model: its chat template does not know any; leave them out", param="tools"
+        )
+    return writer
 
 
 def _gauge(gauge: Any) -> int:

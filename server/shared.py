@@ -152,6 +152,14 @@ class Shared:
             return None
         live = self.of[sequence]
         ending = self._ending(live.request, token, sequence.generated)
+        if sequence.matcher is not None and not (ending and ending.hidden):
+            try:
+                sequence.matcher.accept(token)
+            except ServerError as error:
+                self.fail(live, error)
+                return None
+            if sequence.matcher.finished:
+                ending = Ending("stop", hidden=token in self.eos_token_ids)
         logprob = token_logprob(results, row) if sequence.sampling.logprobs else None
         return Output(live, sequence.rank.sample, token, logprob, ending)
 

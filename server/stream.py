@@ -15,8 +15,8 @@ import threading
 from protos.orchestrator_pb2 import DecodeResponse
 from protos.orchestrator_pb2 import TokenLogprob as WireLogprob
 from server.errors import ServerError
-from server.request import Delta, FinishReason, TokenLogprob, Usage
-from server.tokenizers import Tokenizer
+from server.request import Delta, FinishReason, GenerateRequest, TokenLogprob, Usage
+from server.tokenizers import Detokenizer, Tokenizer
 
 Sample = DecodeResponse.StreamContent.Sample
 LOGPROBS_PER_MESSAGE = 1024  # tokens with log-probs in one message, so that none nears the message limit
@@ -99,15 +99,46 @@ class StreamSink:
             return taken
 
 
+class TextOffsets:
+    """Where each token begins in a text that begins at ``start``, in characters."""
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0):
+        self._detokenizer = detokenizer
+        self._next = start
+
+    def next(self, token: int) -> int:
+        offset = self._next
+        self._next += len(self._detokenizer.push(token))
+        return offset
+
+
 class MessageWriter:
-    """Makes the messages of one stream."""
+    """Makes the messages of one stream.
+
+    Args:
+        echoed: the text that is sent back before that of each sample.
+        text: text is wanted, not token ids only.
+        logprobs, prompt_logprobs: alternatives per token; `None`: no log-probs.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, samples: int, *, text: bool, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        tokenizer: Tokenizer,
+        request: GenerateRequest,
+        *,
+        echoed: str,
+        text: bool,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ):
         self._tokenizer = tokenizer
-        self._samples = samples
+        self._samples = len(request.sampling)
         self._text = text
+        continues = any(not tokenizer.is_special(token) for token in request.prompt)
+        self._offsets = [
+            TextOffsets(tokenizer.detokenizer(continues=continues, shown=request.shown_special), len(echoed))
+            for _ in range(self._samples)
+        ]
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
 
@@ -116,6 +147,7 @@ class MessageWriter:
     ) -> list[DecodeResponse]:
         """The messages that bring the prompt back."""
         messages = []
+        offsets = TextOffsets(self._tokenizer.detokenizer())
         for start in range(0, len(ids), LOGPROBS_PER_MESSAGE):
             message = self._message([Sample() for _ in range(self._samples)])
             part = slice(start, start + LOGPROBS_PER_MESSAGE)
@@ -124,7 +156,7 @@ class MessageWriter:
                 message.prompt.text = text
             if logprobs is not None:
                 message.prompt.logprobs.extend(
-                    self._logprob(token, entry, self._prompt_logprobs or 0)
+                    self._logprob(token, entry, self._prompt_logprobs or 0, offsets)
                     for token, entry in zip(ids[part], logprobs[part], strict=True)
                 )
             messages.append(message)
@@ -145,10 +177,12 @@ class MessageWriter:
             )
             first.tokens, first.logprobs = first.tokens[LOGPROBS_PER_MESSAGE:], first.logprobs[LOGPROBS_PER_MESSAGE:]
             messages.append(
-                self._message([self._sample(part if sample is first else _Pending()) for sample in pending])
+                self._message([
+                    self._sample(index, part if sample is first else _Pending()) for index, sample in enumerate(pending)
+                ])
             )
         if usage is not None or any(sample.texts or sample.finish_reason for sample in pending):
-            messages.append(self._message([self._sample(sample) for sample in pending]))
+            messages.append(self._message([self._sample(index, sample) for index, sample in enumerate(pending)]))
         if usage is not None:
             messages[-1].usage.prompt_tokens = usage.prompt_tokens
             messages[-1].usage.completion_tokens = usage.completion_tokens
@@ -158,7 +192,7 @@ class MessageWriter:
     def _message(self, samples: list[Sample]) -> DecodeResponse:
         return DecodeResponse(stream_content=DecodeResponse.StreamContent(samples=samples))
 
-    def _sample(self, pending: _Pending) -> Sample:
+    def _sample(self, index: int, pending: _Pending) -> Sample:
         sample = Sample(text="".join(pending.texts) if self._text else "", token_ids=pending.tokens)
         if pending.finish_reason is not None:
             sample.finish_reason = pending.finish_reason
@@ -167,12 +201,22 @@ class MessageWriter:
         elif pending.stop_reason is not None:
             sample.stop_token_id = pending.stop_reason
         if self._logprobs is not None:
-            sample.logprobs.extend(self._logprob(entry.token, entry, self._logprobs) for entry in pending.logprobs)
+            sample.logprobs.extend(
+                self._logprob(entry.token, entry, self._logprobs, self._offsets[index]) for entry in pending.logprobs
+            )
         return sample
 
-    def _logprob(self, token: int, entry: TokenLogprob | None, alternatives: int) -> WireLogprob:
+    def _logprob(
+        self, token: int, entry: TokenLogprob | None, alternatives: int, offsets: TextOffsets
+    ) -> WireLogprob:
         text, raw = self._tokenizer.token_text, self._tokenizer.token_bytes
-        wire = WireLogprob(token_id=token, text=text(token), raw=raw(token), special=self._tokenizer.is_special(token))
+        wire = WireLogprob(
+            token_id=token,
+            text=text(token),
+            raw=raw(token),
+            special=self._tokenizer.is_special(token),
+            text_offset=offsets.next(token),
+        )
         if entry is not None:
             wire.logprob = entry.logprob
             wire.alternatives.extend(

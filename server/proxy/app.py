@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
 from server import checks, fields, wire
+from server.checks import ToolName
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.fields import RequestFields
 from server.proxy.http import (
@@ -31,6 +33,7 @@ from server.proxy.http import (
 )
 from server.proxy.metrics import merge
 from server.proxy.shapes import ChatShape, Choice, CompletionShape, GenerateShape, Json, Shape, TotalUsage
+from server.proxy.tool_parser import ToolParser
 from server.proxy.upstreams import RETRY_UNREACHABLE, Generation, Metadata, Upstreams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -105,7 +108,10 @@ class Proxy:
             except (InvalidRequest, ModelNotFound):
                 self._upstreams.count_invalid()  # what Decode refuses, the orchestrator counts
                 raise
-            return parsed, shape, await Generation(self._upstreams, requests, metadata).open()
+            try:
+                return parsed, shape, await Generation(self._upstreams, requests, metadata).open()
+            except InvalidRequest as error:
+                raise _in_the_clients_words(error, parsed) from None
 
         try:
             body = await read_json(request)
@@ -134,17 +140,31 @@ class Proxy:
 
     async def _plan_chat(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
         name = await self._name(parsed, metadata)
-        rendered = await self._upstreams.call(
-            "RenderChat",
-            preheat_pb2.RenderChatRequest(
-                messages=_compact(parsed.messages),
-                template_kwargs=_compact(parsed.chat_template_kwargs or {}),
-                add_generation_prompt=parsed.add_generation_prompt,
-            ),
-            metadata,
+        request = preheat_pb2.RenderChatRequest(
+            messages=_compact(parsed.messages),
+            template_kwargs=_compact(parsed.chat_template_kwargs or {}),
+            add_generation_prompt=parsed.add_generation_prompt,
+            continue_final_message=parsed.continue_final_message,
         )
+        tools = parsed.tools if parsed.tool_choice != "none" else ()
+        if tools:
+            request.tools = _compact(tools)
+            request.parallel_tool_calls = parsed.parallel_tool_calls
+            if isinstance(parsed.tool_choice, ToolName):
+                request.tool_name = parsed.tool_choice.name
+        rendered = await self._upstreams.call("RenderChat", request, metadata)
         parsed = dataclasses.replace(parsed, prompt=(tuple(rendered.token_ids),), model_defaults=True)
-        return _decode_requests(parsed), ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage)
+        parser = None
+        if tools:
+            names = [tool["function"]["name"] for tool in tools]
+            parser = functools.partial(
+                ToolParser, rendered.tool_format, names, parallel=parsed.parallel_tool_calls
+            )
+            parsed = _guided_by_tools(parsed, rendered.tool_grammar)
+        elif parsed.response_schema is not None:
+            parsed = dataclasses.replace(parsed, guided_json=parsed.response_schema)
+        shape = ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage, parser=parser)
+        return _decode_requests(parsed), shape
 
     async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
         """The served model's name, which a request may leave out."""
@@ -282,6 +302,25 @@ def _decode_requests(parsed: RequestFields) -> list[DecodeRequest]:
             request.want_text = True
         requests.append(request)
     return requests
+
+
+def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
+    """A call where one is asked for; a call or an answer in the format asked for; else the model is free."""
+    if parsed.tool_choice != "auto":
+        grammar = f"start: tool_calls\n{calls}"
+    elif parsed.response_schema is not None:
+        grammar = f"start: tool_calls | answer\nanswer: %json {parsed.response_schema}\n{calls}"
+    else:
+        return dataclasses.replace(parsed, show_tool_markers=True)
+    return dataclasses.replace(parsed, show_tool_markers=True, guided_grammar=grammar)
+
+
+def _in_the_clients_words(error: InvalidRequest, parsed: RequestFields) -> InvalidRequest:
+    """Names the field that the client sent, where a guide was made of it."""
+    if error.param is None or not error.param.startswith("guided_"):
+        return error
+    sent = "response_format" if parsed.response_schema is not None else "tools" if parsed.tools else error.param
+    return InvalidRequest(error.message.replace(error.param, sent, 1), param=sent)
 
 
 def _metadata(request: Request) -> Metadata:

@@ -6,14 +6,14 @@ whole or in chunks. OpenAI's API reference is the source of every name here.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from protos.orchestrator_pb2 import DecodeResponse, TokenLogprob
+from server.proxy.tool_parser import CallPiece, Parsed, ToolParser
 
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
@@ -21,21 +21,6 @@ LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
 def logprob_value(value: float) -> float:
     return value if value > LOWEST_LOGPROB else LOWEST_LOGPROB  # also for NaN, which compares false
-
-
-class TextOffsets:
-    """Where each token begins in the text, in characters; a token within a character begins where the character
-    does."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def next(self, token: TokenLogprob) -> int:
-        offset = self._offset
-        if not token.special:
-            self._offset += len(self._decoder.decode(token.raw))
-        return offset
 
 
 @dataclasses.dataclass
@@ -46,7 +31,6 @@ class Choice:
     text: str = ""
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
-    offsets: TextOffsets = dataclasses.field(default_factory=TextOffsets)
 
     def add_prompt(self, prompt: DecodeResponse.Prompt) -> None:
         self.text += prompt.text
@@ -132,7 +116,7 @@ class _OpenAIShape(Shape):
         self._include_usage = include_usage
 
     def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
-        answers = [self._choice(choice) | {"finish_reason": choice.finish_reason or "length"} for choice in choices]
+        answers = [self._choice(choice) for choice in choices]
         return self._envelope(self.object, answers) | {"usage": usage.json()}
 
     def usage_chunk(self, usage: TotalUsage) -> Json | None:
@@ -158,49 +142,100 @@ class CompletionShape(_OpenAIShape):
         return [] if choice.empty else [self._chunk(self._choice(choice))]
 
     def _choice(self, choice: Choice) -> Json:
-        logprobs = None if self._logprobs is None else completion_logprobs(choice.logprobs, choice.offsets)
+        logprobs = None if self._logprobs is None else completion_logprobs(choice.logprobs)
         return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 class ChatShape(_OpenAIShape):
-    """``/v1/chat/completions``."""
+    """``/v1/chat/completions``. ``parser`` makes what looks for tool calls in a choice's text; `None`: nothing does."""
 
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, model: str, *, logprobs: int | None, include_usage: bool, parser: Callable[[], ToolParser] | None = None
+    ):
+        super().__init__(model, logprobs=logprobs, include_usage=include_usage)
+        self._make_parser = parser
+        self._parsers: dict[int, ToolParser] = {}
 
     def first_chunks(self, choices: Iterable[Choice]) -> list[Json]:
         return [self._delta(choice.index, {"role": "assistant", "content": ""}) for choice in choices]
 
     def chunks(self, choice: Choice) -> list[Json]:
+        parsed = self._parse(choice)
+        deltas: list[Json] = []
+        if parsed.content or (choice.logprobs and not parsed.pieces):
+            deltas.append({"content": parsed.content})
+        deltas += [{"tool_calls": [_call_delta(piece)]} for piece in parsed.pieces]
+        logprobs = self._logprobs_of(choice)
         chunks = []
-        if choice.text or choice.logprobs:
-            chunks.append(self._delta(choice.index, {"content": choice.text}, self._logprobs_of(choice)))
+        for delta in deltas:
+            chunks.append(self._delta(choice.index, delta, logprobs))
+            logprobs = None  # said once
         if choice.finish_reason is not None:
-            chunks.append(self._delta(choice.index, {}, finish_reason=choice.finish_reason))
+            chunks.append(self._delta(choice.index, {}, finish_reason=self._finish_reason(choice)))
         return chunks
+
+    def _parse(self, choice: Choice) -> Parsed:
+        """What is new of a choice, content and calls apart."""
+        if self._make_parser is None:
+            return Parsed(choice.text)
+        parser = self._parsers.setdefault(choice.index, self._make_parser())
+        parsed = parser.push(choice.text)
+        if choice.finish_reason is not None:
+            last = parser.finish()
+            parsed = Parsed(parsed.content + last.content, parsed.pieces + last.pieces)
+        return parsed
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        parser = self._parsers.get(choice.index)
+        return "tool_calls" if parser and parser.calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
     def _choice(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        parsed = self._parse(choice)
+        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.pieces:
+            message = message | {"content": parsed.content or None, "tool_calls": _whole_calls(parsed.pieces)}
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs_of(choice),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
         }
 
     def _logprobs_of(self, choice: Choice) -> Json | None:
         return None if self._logprobs is None else {"content": chat_logprobs(choice.logprobs), "refusal": None}
 
 
-def completion_logprobs(tokens: Iterable[TokenLogprob], offsets: TextOffsets) -> Json:
+def _call_delta(piece: CallPiece) -> Json:
+    """A piece of a tool call, as a chunk has it."""
+    if piece.id is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def _whole_calls(pieces: Iterable[CallPiece]) -> list[Json]:
+    calls: list[Json] = []
+    for piece in pieces:
+        if piece.id is not None:
+            function = {"name": piece.name, "arguments": piece.arguments}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+def completion_logprobs(tokens: Iterable[TokenLogprob]) -> Json:
     """The log-probs object of completions: parallel lists; the alternatives of a token always include the token
     itself."""
     result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         result["tokens"].append(token.text)
-        result["text_offset"].append(offsets.next(token))
+        result["text_offset"].append(token.text_offset)
         if not token.HasField("logprob"):  # the first token of a prompt
             result["token_logprobs"].append(None)
             result["top_logprobs"].append(None)

@@ -58,23 +58,28 @@ class Tokenizer(Protocol):
     def is_special(self, id: int) -> bool:
         """Whether a token is a control token, which `decode` leaves out."""
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder of one sequence."""
+    def detokenizer(self, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """A new incremental decoder of one sequence.
+
+        ``continues``: the tokens follow others, so that a space before them is text. ``shown``: control tokens that are
+        shown.
+        """
 
 
 class Detokenizer:
-    """Decodes one sequence token by token; what it has returned, joined, is `Tokenizer.decode` of the ids. O(1) per
-    token.
+    """Decodes one sequence token by token; what it has returned, joined, is `Tokenizer.decode` of the ids, where they
+    are a text of their own. O(1) per token.
     """
 
-    def __init__(self, tokenizer: BytesTokenizer):
+    def __init__(self, tokenizer: BytesTokenizer, *, continues: bool = False, shown: frozenset[int] = frozenset()):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.decode_errors)
-        self._strip = tokenizer.strip_leading_space
+        self._strip = tokenizer.strip_leading_space and not continues
+        self._shown = shown
 
     def push(self, id: int) -> str:
         """The text that this token completes; empty while a character is incomplete, and for special tokens."""
-        if self._tokenizer.is_special(id):
+        if self._tokenizer.is_special(id) and id not in self._shown:
             return ""
         return self._stripped(self._decoder.decode(self._tokenizer.token_bytes(id)))
 
@@ -169,5 +174,5 @@ class BytesTokenizer(abc.ABC):
     def is_special(self, id: int) -> bool:
         return id in self.special.control_ids
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self)
+    def detokenizer(self, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        return Detokenizer(self, continues=continues, shown=shown)

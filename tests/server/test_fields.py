@@ -8,13 +8,16 @@ import pytest
 
 from engine import api
 from protos.orchestrator_pb2 import DecodeRequest
-from server import checks, fields, wire
+from server import checks, fields, guided, wire
 from server.errors import InvalidRequest, ModelNotFound, StartError
 from server.fields import CHAT, COMPLETIONS, GENERATE, GRPC, RequestFields
 from server.validation import ModelLimits, SamplingDefaults, build_request, sampling_defaults
 
 LIMITS = ModelLimits("tiny", max_len=32, vocab_size=300, eos_token_ids=(257,))
 USER = [{"role": "user", "content": "hi"}]
+ASSISTANT = {"role": "assistant", "content": "well"}
+CALL = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def completion(**body):
@@ -22,6 +25,7 @@ def completion(**body):
 
 
 def test_limits_are_those_of_the_engine():
+    assert checks.MAX_GRAMMAR == guided.MAX_LENGTH
     assert checks.MAX_LOGIT_BIAS == api.MAX_LOGIT_BIAS
     assert checks.MAX_TOP_LOGPROBS == api.TOP_LOGPROBS
     assert checks.MAX_STOP_TOKEN_IDS == api.MAX_SUPPRESSED
@@ -131,7 +135,12 @@ BAD = [
     ("user", 5),
     ("suffix", "x"),
     ("best_of", 2),
-    ("guided_json", "{}"),
+    ("guided_json", ""),
+    ("guided_json", 5),
+    ("guided_json", {"enum": ["x" * 70_000]}),
+    ("guided_regex", {}),
+    ("guided_regex", "x" * 65_537),
+    ("guided_grammar", ["start: x"]),
     ("prompt", 5),
     ("prompt", []),
     ("prompt", ["a", 5]),
@@ -220,9 +229,33 @@ def test_chat_fields():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "x"}, "response_format"),
+        ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+        ({"tools": [TOOL], "guided_regex": "x"}, "guided_regex"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"continue_final_message": True}, "messages"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True, "messages": [ASSISTANT]},
+            "add_generation_prompt",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": ["f"]}]}]}, "messages"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
 )
@@ -242,7 +275,8 @@ def test_messages_are_made_plain():
                     "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
                     "name": None,
                 },
-                {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "4"},
             ]
         },
         CHAT,
@@ -250,8 +284,39 @@ def test_messages_are_made_plain():
     assert parsed.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
     )
+
+
+def test_response_formats_are_schemas():
+    def schema(format):
+        return fields.parse({"messages": USER, "response_format": format}, CHAT).response_schema
+
+    assert schema({"type": "text"}) is None
+    assert schema({"type": "json_object"}) == '{"type": "object"}'
+    inner = {"b": 1, "a": {"é": []}}
+    assert schema({"type": "json_schema", "json_schema": {"name": "x", "schema": inner, "strict": True}}) == (
+        '{"b": 1, "a": {"é": []}}'  # in the order that was given
+    )
+
+
+def test_guides_are_text():
+    assert completion(guided_json={"type": "object"}).guided_json == '{"type": "object"}'
+    assert completion(guided_json='{"type":"object"}').guided_json == '{"type":"object"}'
+    assert completion(guided_regex="a+").guided_regex == "a+"
+    assert completion(guided_grammar="start: /a/").guided_grammar == "start: /a/"
+
+
+def test_tools_and_choices():
+    parsed = fields.parse({"messages": USER, "tools": [TOOL]}, CHAT)
+    assert (parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls) == ((TOOL,), "auto", True)
+    named = {"type": "function", "function": {"name": "f"}}
+    assert fields.parse({"messages": USER, "tools": [TOOL], "tool_choice": named}, CHAT).tool_choice.name == "f"
 
 
 def test_generate_takes_no_logprobs_and_one_sample():
@@ -303,6 +368,8 @@ def test_fields_survive_the_wire():
         priority=-3,
         model="tiny",
         request_id="id",
+        guided_regex="a+",
+        show_tool_markers=True,
     )
     request = DecodeRequest.FromString(wire.fields_to_proto(parsed).SerializeToString())
     assert wire.fields_from_proto(request) == parsed

@@ -309,7 +309,7 @@ def test_metrics_count_what_the_proxy_refuses(http):
         ("/v1/completions", {"prompt": "a", "max_tokens": MAX_LEN}, "max_tokens"),
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages"),
-        ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "prompt"),
         ("/tokenize", {}, "text"),
         ("/tokenize", {"text": "\ud800"}, "text"),

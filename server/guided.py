@@ -1,0 +1,221 @@
+"""Structured output: which tokens may come next so that the text keeps to a JSON schema, a regular expression or a grammar.
+
+The front door compiles a grammar in a thread of its own, before the request is scheduled; `Guides` keeps what it compiled. Each
+sample gets a `Matcher` of its own, which follows its tokens: the prefill thread asks it for the mask of the first token and has it
+accept that token, the owner of the decode state does the same for all others (``server/generate_worker.py``). A sample that was put
+back keeps its matcher, as it keeps its tokens.
+
+EOS is allowed exactly where the text may end. Where nothing can follow, the sample ends without it. Grammars, their limits and the
+masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from server.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_LENGTH = 65_536  # characters of a schema, expression or grammar: llguidance's time grows with its square
+CACHED = 64  # compiled grammars that are kept
+WHITESPACE = r"[ \n\r\t]{1,64}"  # between JSON's tokens; bounded, or a model may put out spaces for ever
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
+
+
+class Tokenizer(Protocol):
+    """What is needed of `server.tokenizers.Tokenizer`."""
+
+    vocab_size: int
+
+    def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]: ...
+
+    def token_bytes(self, id: int) -> bytes: ...
+
+    def is_special(self, id: int) -> bool: ...
+
+
+class Matcher:
+    """Follows one sample. Used by one thread at a time."""
+
+    def __init__(self, native: llguidance.LLMatcher, param: str, vocab_size: int, eos: np.ndarray, *, ignore_eos: bool):
+        self._native = native
+        self._param = param
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._ignore_eos = ignore_eos
+        self.finished = False  # the text is complete and nothing can follow
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, as `engine.api.Engine.set_mask` takes them: uint32 [ceil(vocab_size / 32)].
+
+        Raises:
+            InvalidRequest: the grammar has become too complex to go on, or no token of the model goes on with it.
+        """
+        mask = fit(self._native.compute_bitmask(), self._vocab_size)
+        if self._native.is_error():
+            raise self._failed(self._native.get_error())
+        if self._ignore_eos and np.any(mask & ~self._eos):
+            mask &= ~self._eos
+        if not mask.any():
+            raise self._failed("no token of the model can follow")
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Takes the token that was chosen.
+
+        Raises:
+            InvalidRequest: it was not allowed: everything that was, ``min_tokens`` held back.
+        """
+        if not self._native.consume_token(token):
+            raise self._failed("no token was left that the grammar allows and min_tokens does not hold back")
+        self.finished = self._native.is_stopped()
+
+    def _failed(self, reason: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._param} cannot be followed any further: {_short(reason)}", param=self._param)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guide:
+    """A compiled grammar, shared by all samples that it guides. ``param`` is the request's field, for errors."""
+
+    param: str
+    _prototype: llguidance.LLMatcher
+    _vocab_size: int
+    _eos: np.ndarray
+
+    def matcher(self, *, ignore_eos: bool = False) -> Matcher:
+        """For one sample. With ``ignore_eos`` EOS is allowed only where nothing else is."""
+        return Matcher(
+            self._prototype.deep_copy(), self.param, self._vocab_size, self._eos, ignore_eos=ignore_eos
+        )
+
+
+class Guides:
+    """Compiles grammars for a model. Thread-safe.
+
+    Args:
+        tokenizer: the model's.
+        eos_token_ids: all ids that end a generation.
+        vocab_size: of the model. Ids that the tokenizer does not know are never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int):
+        self._tokenizer = tokenizer
+        self._eos = [token for token in eos_token_ids if 0 <= token < min(tokenizer.vocab_size, vocab_size)]
+        self._vocab_size = vocab_size
+        self._native: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiled: collections.OrderedDict[tuple[str, str], Guide] = collections.OrderedDict()
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, which the first request would wait for otherwise (about 10 us a token)."""
+        with self._lock:
+            self._vocabulary()
+
+    def compile(self, param: str, text: str) -> Guide:
+        """The guide of a request's field.
+
+        Args:
+            param: ``guided_json`` (a JSON schema), ``guided_regex`` or ``guided_grammar`` (Lark or GBNF).
+            text: its value.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+        """
+        if len(text) > MAX_LENGTH:
+            raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, not {len(text)}", param=param)
+        with self._lock:
+            guide = self._compiled.get((param, text))
+            if guide is None:
+                guide = self._compiled[param, text] = self._compile(param, text)
+            self._compiled.move_to_end((param, text))
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+            return guide
+
+    def _compile(self, param: str, text: str) -> Guide:
+        import llguidance
+
+        if not self._eos:
+            raise InvalidRequest(f"{param} is not supported: the tokenizer knows no EOS token", param=param)
+        try:
+            grammar = _grammar(param, text)
+        except (ValueError, RecursionError) as error:
+            raise _refused(param, str(error)) from None
+        limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        native = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
+        if native.is_error():
+            raise _refused(param, native.get_error())
+        eos = np.zeros(self._vocab_size, bool)
+        eos[self._eos] = True
+        guide = Guide(param, native, self._vocab_size, fit(np.packbits(eos, bitorder="little").tobytes(), self._vocab_size))
+        first = native.deep_copy()
+        mask = fit(first.compute_bitmask(), self._vocab_size)
+        if not np.any(mask & ~guide._eos) and not first.is_accepting():
+            raise _refused(param, "it matches no text")
+        return guide
+
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if self._native is None:
+            import llguidance
+
+            self._native = llguidance.LLTokenizer(_Vocabulary(self._tokenizer, self._eos), eos_token=self._eos)
+        return self._native
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads one (its ``TokenizerWrapper``). Control tokens are no text: only a grammar that names one
+    allows it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos: Sequence[int]):
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = eos[0]
+        self.tokens = [tokenizer.token_bytes(id) for id in ids]
+        self.special_token_ids = [id for id in ids if tokenizer.is_special(id)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_bos=False)
+
+
+def fit(bits: bytes, vocab_size: int) -> np.ndarray:
+    """A bit mask of the tokenizer's vocabulary as one of the model's: uint32 [ceil(vocab_size / 32)]."""
+    mask = np.zeros(-(-vocab_size // 32) * 4, np.uint8)
+    known = np.frombuffer(bits, np.uint8)[: len(mask)]
+    mask[: len(known)] = known
+    return mask.view(np.uint32)
+
+
+def _grammar(param: str, text: str) -> str:
+    """llguidance's own description of what it is to compile."""
+    import llguidance
+
+    if param == "guided_json":
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("a JSON schema is an object")
+        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+    if param == "guided_regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    return llguidance.grammar_from("grammar", text)
+
+
+def _refused(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} cannot be compiled: {_short(reason)}", param=param)
+
+
+def _short(reason: str) -> str:
+    """The first lines of llguidance's messages say it all; what follows shows the grammar."""
+    line = " ".join(reason.split("<non-verbose/>")[0].split())
+    return line if len(line) <= 300 else line[:297] + "..."

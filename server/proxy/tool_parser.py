@@ -1,0 +1,352 @@
+"""Tool calls in the text of an answer, as it arrives: what is content, what is a call, and its arguments piece by piece.
+
+The formats are those of ``server/tools.py``. What does not parse as a call of a known function is content, markers and all. Nothing
+is lost, and the outcome does not depend on how the text was cut: the joined pieces are what `ToolParser` makes of the whole text.
+
+A call is recognised by its head, ``{"name": "f", "arguments": {``; from there on its arguments are passed on as they come, so
+they are the model's own JSON text. A call behind a marker may also have its keys in another order; it is then passed on when it is
+complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import string
+from collections.abc import Iterable
+
+from server.tools import HERMES, JSON, MARKERS, MISTRAL
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_WHITESPACE = " \t\r\n"
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclasses.dataclass
+class CallPiece:
+    """News of one call: its beginning (with id and name), or more of its arguments."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclasses.dataclass
+class Parsed:
+    """What of the text is known by now."""
+
+    content: str = ""
+    pieces: list[CallPiece] = dataclasses.field(default_factory=list)
+
+
+class _NeedsMore(Exception):
+    """The text ends before it can be said."""
+
+
+class ToolParser:
+    """Reads one sample's text.
+
+    Args:
+        format: ``hermes``, ``mistral`` or ``json``.
+        names: of the functions that may be called.
+        parallel: False: only the first call counts, and what follows it is dropped.
+    """
+
+    def __init__(self, format: str, names: Iterable[str], *, parallel: bool = True):
+        self._format = format
+        self._names = tuple(names)
+        self._parallel = parallel
+        self._opening = MARKERS[format][0]
+        self._closing = MARKERS[format][1] if format == HERMES else ""
+        self._buffer = ""
+        self._state = self._begin if format == JSON else self._content
+        self._raw = ""  # what goes back into the content if the call turns out to be none
+        self._scan = _ObjectScanner()
+        self._ended = False
+        self._out = Parsed()
+        self._after_call = False  # no content since: space behind a call is none
+        self.calls = 0
+
+    def push(self, text: str) -> Parsed:
+        """Takes the next piece of text."""
+        self._buffer += text
+        return self._run()
+
+    def finish(self) -> Parsed:
+        """The text ends here."""
+        self._ended = True
+        return self._run()
+
+    def _run(self) -> Parsed:
+        self._out = Parsed()
+        try:
+            while True:
+                self._state()
+        except _NeedsMore:
+            pass
+        out, self._out = self._out, Parsed()
+        return out
+
+    # The states. Each looks at the buffer, takes what it can and moves on, or raises `_NeedsMore`.
+
+    def _content(self) -> None:
+        """Content, until a marker."""
+        place = self._buffer.find(self._opening)
+        if place >= 0:
+            before = self._buffer[:place]
+            kept = before.rstrip(_WHITESPACE)
+            self._emit(kept)
+            self._raw = before[len(kept) :] + self._opening
+            self._buffer = self._buffer[place + len(self._opening) :]
+            self._state = self._list if self._format == MISTRAL else self._object
+            return
+        if self._ended:
+            self._emit("" if self._after_call and not self._buffer.strip() else self._buffer)
+            self._buffer = ""
+            raise _NeedsMore
+        keep = next((k for k in range(len(self._opening) - 1, 0, -1) if self._buffer.endswith(self._opening[:k])), 0)
+        sure = self._buffer[: len(self._buffer) - keep].rstrip(_WHITESPACE)  # space before a marker is no content
+        self._emit(sure)
+        self._buffer = self._buffer[len(sure) :]
+        raise _NeedsMore
+
+    def _begin(self) -> None:
+        """The begin of a text without markers: a call, or content all through."""
+        text = self._buffer.lstrip(_WHITESPACE)
+        if text.startswith(self._opening):
+            self._take(len(self._buffer) - len(text) + len(self._opening))
+            self._state = self._object
+        elif text.startswith("{"):
+            self._state = self._object
+        elif not self._ended and (not text or self._opening.startswith(text)):
+            raise _NeedsMore
+        else:
+            self._state = self._plain
+
+    def _plain(self) -> None:
+        """Content to the end."""
+        self._emit(self._buffer)
+        self._buffer = ""
+        raise _NeedsMore
+
+    def _list(self) -> None:
+        """Behind Mistral's marker: the list's bracket."""
+        self._skip(_WHITESPACE)
+        if self._buffer.startswith("["):
+            self._take(1)
+        self._state = self._object
+
+    def _object(self) -> None:
+        """A call should begin here."""
+        self._skip(_WHITESPACE)
+        self._scan = _ObjectScanner()
+        try:
+            head = read_head(self._buffer, self._names)
+        except _NeedsMore:
+            if self._ended:
+                self._give_back()
+                return
+            raise
+        if head is not None:
+            name, end = head
+            self._scan.feed(self._buffer[:end])
+            self._take(end)
+            self._start(name)
+            self._state = self._arguments
+        elif self._buffer.startswith("{") and (self._format != JSON or self._raw.strip()):
+            self._state = self._whole
+        else:
+            self._give_back()
+
+    def _arguments(self) -> None:
+        """Within the arguments, which are passed on."""
+        end = self._scan.feed(self._buffer, until=1)
+        arguments = self._buffer if end is None else self._buffer[:end]
+        if arguments:
+            self._out.pieces.append(CallPiece(self.calls - 1, arguments=arguments))
+        self._buffer = self._buffer[len(arguments) :]
+        if end is None:
+            raise _NeedsMore
+        self._state = self._rest
+
+    def _rest(self) -> None:
+        """Between the arguments and the end of the call's object."""
+        end = self._scan.feed(self._buffer, until=0)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            raise _NeedsMore
+        self._state = self._after
+
+    def _whole(self) -> None:
+        """A call whose keys are in another order: passed on when it is complete."""
+        end = _ObjectScanner().feed(self._buffer, until=0)
+        if end is None:
+            if self._ended:
+                self._give_back()
+                return
+            raise _NeedsMore
+        call = whole_call(self._buffer[:end], self._names)
+        if call is None:
+            self._give_back()
+            return
+        self._take(end)
+        self._start(call[0])
+        self._out.pieces.append(CallPiece(self.calls - 1, arguments=call[1]))
+        self._state = self._after
+
+    def _after(self) -> None:
+        """Behind a call: its closing marker, another call, or content."""
+        self._raw = ""
+        if not self._parallel:
+            self._state = self._drop
+            return
+        separators = {MISTRAL: ",", JSON: ";"}.get(self._format, "")
+        text = self._buffer.lstrip(_WHITESPACE)
+        if not text:
+            if self._ended:
+                self._buffer = ""
+            raise _NeedsMore
+        if self._closing and text.startswith(self._closing):
+            self._buffer = text[len(self._closing) :]
+            self._state = self._content
+        elif self._closing and self._closing.startswith(text) and not self._ended:
+            raise _NeedsMore
+        elif separators and text[0] in separators or self._format != HERMES and text[0] == "{":
+            self._take(len(self._buffer) - len(text) + int(text[0] != "{"))
+            self._state = self._object
+        elif self._format == MISTRAL and text[0] == "]":
+            self._buffer = text[1:]
+            self._state = self._content
+        elif self._format == JSON and text.startswith(self._opening):
+            self._take(len(self._buffer) - len(text) + len(self._opening))
+            self._state = self._object
+        elif self._format == JSON and self._opening.startswith(text) and not self._ended:
+            raise _NeedsMore
+        else:
+            self._state = self._plain if self._format == JSON else self._content
+
+    def _drop(self) -> None:
+        self._buffer = ""
+        raise _NeedsMore
+
+    # Inside
+
+    def _emit(self, content: str) -> None:
+        self._out.content += content
+        self._after_call = self._after_call and not content
+
+    def _start(self, name: str) -> None:
+        # Mistral's templates insist on ids of nine letters and digits.
+        mistral = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+        identifier = mistral if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
+        self._out.pieces.append(CallPiece(self.calls, identifier, name))
+        self.calls += 1
+        self._after_call = True
+
+    def _take(self, count: int) -> None:
+        """Moves characters out of the buffer; they are remembered until a call is certain."""
+        self._raw += self._buffer[:count]
+        self._buffer = self._buffer[count:]
+
+    def _skip(self, characters: str) -> None:
+        self._take(len(self._buffer) - len(self._buffer.lstrip(characters)))
+        if not self._buffer and not self._ended:
+            raise _NeedsMore
+
+    def _give_back(self) -> None:
+        """It was no call."""
+        self._emit(self._raw)
+        self._raw = ""
+        self._state = self._plain if self._format == JSON else self._content
+
+
+class _ObjectScanner:
+    """Finds where a JSON object, or a value in it, ends; counts brackets outside strings."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def feed(self, text: str, until: int = -1) -> int | None:
+        """How many characters of ``text`` there are up to the bracket that closes down to depth ``until``."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == until:
+                    return place + 1
+        return None
+
+
+def read_head(text: str, names: Iterable[str]) -> tuple[str, int] | None:
+    """The name in the head of a call, and where its arguments' brace is; `None`: it is no such head.
+
+    Raises:
+        _NeedsMore: it may become one.
+    """
+    named = {json.dumps(name): name for name in names}
+    keys = tuple(f'"{key}"' for key in ARGUMENT_KEYS)
+    plain = [("{",), ('"name"',), (":",), tuple(named), (",",), keys, (":",), ("{",)]
+    typed = [plain[0], ('"type"',), (":",), ('"function"',), (",",), *plain[1:]]
+    undecided = False
+    for pattern in (plain, typed):
+        try:
+            found = _follow(text, pattern)
+        except _NeedsMore:
+            undecided = True
+            continue
+        if found is not None:
+            end, matched = found
+            return named[matched[pattern.index(tuple(named))]], end - 1
+    if undecided:
+        raise _NeedsMore
+    return None
+
+
+def _follow(text: str, pattern: list[tuple[str, ...]]) -> tuple[int, list[str]] | None:
+    """Reads one of each alternatives in turn, with space between; the end and what was read."""
+    place, matched = 0, []
+    for alternatives in pattern:
+        while place < len(text) and text[place] in _WHITESPACE:
+            place += 1
+        rest = text[place : place + max(map(len, alternatives))]
+        hit = next((literal for literal in alternatives if rest.startswith(literal)), None)
+        if hit is None:
+            if any(literal.startswith(rest) for literal in alternatives):
+                raise _NeedsMore
+            return None
+        matched.append(hit)
+        place += len(hit)
+    return place, matched
+
+
+def whole_call(text: str, names: Iterable[str]) -> tuple[str, str] | None:
+    """Name and arguments (JSON text) of a complete object, if it is a call."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or value.get("name") not in set(names):
+        return None
+    arguments = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    return value["name"], json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,282 @@
+"""Structured output: masks of small grammars worked out by hand, and guided requests through the orchestrator.
+
+The rule of most tests, ``NEXT``: after each byte comes the next one, with probability 0.9; the others are equally improbable. What
+a grammar leaves of that can be told by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from orchestrator_harness import serving
+
+from engine.api import SamplingParams
+from engine.mock import Table
+from server.errors import InvalidRequest
+from server.guided import CACHED, Guides, fit
+from server.tokenizers import ByteTokenizer
+
+BOS, EOS, EOT = 256, 257, 258
+VOCAB = 320
+GUIDES = Guides(ByteTokenizer(), (EOS, EOT), VOCAB)
+OTHERS = 0.1 / 255
+NEXT = Table({token: {**dict.fromkeys(range(256), OTHERS), (token + 1) % 256: 0.9} for token in range(256)})
+
+
+def allowed(mask):
+    assert mask.dtype == np.uint32 and mask.shape == (VOCAB // 32,)
+    return {token for token in range(VOCAB) if mask[token // 32] >> (token % 32) & 1}
+
+
+def after(guide, text, **options):
+    matcher = guide.matcher(**options)
+    for token in text.encode():
+        matcher.accept(token)
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("", {"a"}), ("a", {"b"}), ("ab", {"b", "c", EOS, EOT}), ("abb", {"b", "c", EOS, EOT})],
+)
+def test_masks_of_a_regular_expression(text, want):
+    mask = after(GUIDES.compile("guided_regex", "ab+c?"), text).mask()
+    assert allowed(mask) == {token if isinstance(token, int) else ord(token) for token in want}
+
+
+def test_nothing_can_follow():
+    matcher = after(GUIDES.compile("guided_regex", "ab+c?"), "ab")
+    assert not matcher.finished  # b may follow
+    matcher.accept(ord("c"))
+    assert matcher.finished
+
+
+def test_eos_is_not_allowed_before_the_end_nor_are_ids_without_text():
+    first = allowed(GUIDES.compile("guided_regex", "[^a]+").matcher().mask())
+    assert first.isdisjoint({BOS, EOS, EOT, ord("a"), *range(259, VOCAB)})
+    assert {ord("b"), 0xC3} <= first and 0xFF not in first  # UTF-8 never has the byte FF
+    assert allowed(GUIDES.compile("guided_grammar", 'start: <[256]> "x"').matcher().mask()) == {BOS}  # named by its id
+
+
+def test_ignoring_eos_allows_it_where_nothing_else_is():
+    guide = GUIDES.compile("guided_regex", "a?")
+    assert allowed(guide.matcher().mask()) == {ord("a"), EOS, EOT}
+    assert allowed(guide.matcher(ignore_eos=True).mask()) == {ord("a")}
+    empty = GUIDES.compile("guided_regex", "")
+    assert allowed(empty.matcher(ignore_eos=True).mask()) == {EOS, EOT}
+
+
+@pytest.mark.parametrize(
+    ("param", "text", "good", "bad"),
+    [
+        ("guided_grammar", 'start: greeting " " /[a-z]+/ "!"\ngreeting: "hi" | "hello"', "hello bob!", "hullo"),
+        ("guided_grammar", 'root ::= greeting " " [a-z]+ "!"\ngreeting ::= "hi" | "hello"', "hi bob!", "hi  "),
+        ("guided_json", '{"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}', '{"a": 1}', '{"b": 1}'),
+        ("guided_json", '{"enum": ["x", 5]}', "5", "4"),
+        ("guided_json", "{}", "[1, null]", "nil"),
+    ],
+)  # fmt: skip
+def test_kinds_of_grammars(param, text, good, bad):
+    guide = GUIDES.compile(param, text)
+    assert EOS in allowed(after(guide, good).mask())
+    with pytest.raises(InvalidRequest, match=f"{param} cannot be followed"):
+        after(guide, bad)
+
+
+def test_spaces_in_json_are_bounded():
+    guide = GUIDES.compile("guided_json", '{"type": "object"}')
+    assert ord(" ") in allowed(after(guide, "{" + " " * 63).mask())
+    assert ord(" ") not in allowed(after(guide, "{" + " " * 64).mask())
+
+
+@pytest.mark.parametrize(
+    ("param", "text", "message"),
+    [
+        ("guided_json", "{", "Expecting"),
+        ("guided_json", "5", "an object"),
+        ("guided_json", "true", "an object"),
+        ("guided_json", "[" * 5000, "recursion"),
+        ("guided_json", '{"type": "strin"}', "strin"),
+        ("guided_json", '{"not": {}}', "not"),
+        ("guided_json", '{"$ref": "http://example.com/schema"}', "example.com"),
+        ("guided_json", '{"$ref": "#/$defs/nowhere"}', "nowhere"),
+        ("guided_regex", "(a", "unclosed group"),
+        ("guided_regex", "(?=a)b", "look-around"),
+        ("guided_regex", r"(a)\1", "backreferences"),
+        ("guided_grammar", "start: x", "unknown name"),
+        ("guided_grammar", "start: start", "matches no text"),
+        ("guided_grammar", 'start: "a', "lexer error"),
+        ("guided_regex", "a" * 65_537, "65536"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(param, text, message):
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        GUIDES.compile(param, text)
+    assert caught.value.param == param and caught.value.message.startswith(param)
+    assert len(caught.value.message) < 400 and caught.value.message.isprintable()
+
+
+def test_compiled_grammars_are_kept():
+    guides = Guides(ByteTokenizer(), (EOS,), VOCAB)
+    first = guides.compile("guided_regex", "a")
+    assert guides.compile("guided_regex", "a") is first
+    for count in range(CACHED):
+        guides.compile("guided_regex", f"x{{{count}}}")
+    assert guides.compile("guided_regex", "a") is not first
+
+
+def test_a_model_with_a_smaller_vocabulary_than_its_tokenizer():
+    assert fit(b"\xff" * 9, 40).tolist() == [2**32 - 1, 2**32 - 1]
+    assert fit(b"\xff", 40).tolist() == [255, 0]
+    with pytest.raises(InvalidRequest, match="no EOS"):
+        Guides(ByteTokenizer(), (EOS,), 256).compile("guided_regex", "a")
+
+
+# Through the orchestrator.
+
+
+def ask(server, prompt, param, text, max_tokens=20, **options):
+    return server.submit(prompt, max_tokens, guide=GUIDES.compile(param, text), **options)[1]
+
+
+def test_every_token_keeps_to_the_grammar_the_first_one_included():
+    with serving(NEXT) as server:
+        recorder = ask(server, b"a", "guided_regex", "x[yz]+!").ok()
+    # After a the model wants b: only x is allowed; y and z follow; after z it wants {, of y, z and ! all are equally improbable.
+    assert recorder.text().startswith("xyz") and re.fullmatch("x[yz]+!?", recorder.text())
+
+
+def test_it_ends_with_stop_where_nothing_can_follow_without_an_eos():
+    with serving(NEXT) as server:
+        recorder = ask(server, b"a", "guided_regex", "bcd").ok()
+    assert (recorder.text(), recorder.last().finish_reason, recorder.usage.completion_tokens) == ("bcd", "stop", 3)
+
+
+def test_eos_ends_where_the_grammar_allows_it():
+    rule = Table({ord("a"): {ord("b"): 0.9, EOS: 0.1}, ord("b"): {EOS: 0.9, ord("b"): 0.1}})
+    with serving(rule) as server:
+        recorder = ask(server, b"a", "guided_regex", "b+").ok()
+        assert (recorder.text(), recorder.last().finish_reason, recorder.usage.completion_tokens) == ("b", "stop", 2)
+        # The grammar wants three: EOS is not allowed although the model would choose it.
+        recorder = ask(server, b"a", "guided_regex", "b{3,}").ok()
+        assert (recorder.text(), recorder.usage.completion_tokens) == ("bbb", 4)
+
+
+def test_length_stop_strings_stop_tokens_and_min_tokens():
+    with serving(NEXT) as server:
+        cut = ask(server, b"a", "guided_regex", "[b-z]+", max_tokens=4).ok()
+        assert (cut.text(), cut.last().finish_reason) == ("bcde", "length")
+        last = ask(server, b"a", "guided_regex", "bcde", max_tokens=4).ok()
+        assert (last.text(), last.last().finish_reason) == ("bcde", "stop")
+        stopped = ask(server, b"a", "guided_regex", "[b-z]+", stop=("ef",)).ok()
+        assert (stopped.text(), stopped.last().finish_reason) == ("bcd", "stop")
+        token = ask(server, b"a", "guided_regex", "[b-z]+", stop_token_ids=frozenset({ord("e")})).ok()
+        assert (token.text(), token.last().stop_reason) == ("bcd", ord("e"))
+        longer = ask(server, b"a", "guided_regex", "b{1,5}", sampling=SamplingParams(min_tokens=5)).ok()
+        assert longer.text() == "bbbbb"
+        ignoring = ask(server, b"a", "guided_regex", "b{1,5}", ignore_eos=True).ok()
+        assert (ignoring.text(), ignoring.last().finish_reason) == ("bbbbb", "stop")
+
+
+def test_samples_have_matchers_of_their_own():
+    with serving(NEXT) as server:
+        recorder = ask(
+            server, b"a", "guided_regex", "[0-9]{4}", n=4, sampling=SamplingParams(temperature=1.0, seed=5)
+        ).ok()
+    texts = [recorder.text(sample) for sample in range(4)]
+    assert all(re.fullmatch("[0-9]{4}", text) for text in texts) and len(set(texts)) > 1
+
+
+def test_log_probs_are_the_models_own():
+    with serving(NEXT) as server:
+        recorder = ask(server, b"a", "guided_regex", "xy", sampling=SamplingParams(logprobs=True)).ok()
+    first, second = [logprob for delta in recorder.deltas for logprob in delta.logprobs]
+    assert (first.token, second.token) == (ord("x"), ord("y"))
+    assert first.logprob == pytest.approx(np.log(OTHERS), abs=1e-3)
+    assert second.logprob == pytest.approx(np.log(0.9), abs=1e-3)
+    assert first.top[0][0] == ord("b")  # what it would have said
+
+
+def test_guided_rows_take_turns_and_the_others_do_not_wait():
+    """A guided row is in a step only once its last token was read; meanwhile the other row takes steps of its own."""
+    with serving(NEXT, slots=2) as server:
+        gate = server.engine.gate("insert")
+        free = server.submit(b"\x01", 30)[1]
+        guided = ask(server, b"a", "guided_regex", "[b-z]{10}")
+        gate.arrived()
+        gate.open()
+        assert free.ok().tokens() == list(range(2, 32)) and guided.ok().text() == "bcdefghijk"
+        steps = [call for call in server.engine.calls if call.verb == "generate"]
+        reads = {call.step: place for place, call in enumerate(server.engine.calls) if call.verb == "read"}
+        masks = [call.slots[0] for call in server.engine.calls if call.verb == "set_mask"]
+    (slot,) = set(masks)
+    assert len(masks) == 9
+    of_guided = [place for place, call in enumerate(steps) if slot in call.slots]
+    assert len(of_guided) == 9
+    for earlier, later in zip(of_guided, of_guided[1:], strict=False):
+        place = list(server.engine.calls).index(steps[later])
+        assert reads[steps[earlier].step] < place
+    assert sum(1 for call in steps if call.slots != (slot,)) == 29  # no step of the other was lost
+
+
+def test_guided_rows_alone_step_together():
+    with serving(NEXT, slots=2) as server:
+        gate = server.engine.gate("generate")
+        first = ask(server, b"a", "guided_regex", "[b-z]{6}")
+        gate.arrived()
+        second = ask(server, b"A", "guided_regex", "[B-Z]{6}")
+        gate.open()
+        assert (first.ok().text(), second.ok().text()) == ("bcdefg", "BCDEFG")
+        sizes = [len(call.slots) for call in server.engine.calls if call.verb == "generate"]
+    assert sum(sizes) == 10 and sizes.count(2) >= 3
+
+
+def test_a_slot_is_free_of_the_mask_of_who_had_it_before():
+    with serving(NEXT, slots=1) as server:
+        ask(server, b"a", "guided_regex", "x+", max_tokens=3).ok()
+        assert server.run(b"a", 3).text() == "bcd"
+
+
+def test_put_back_keeps_to_the_grammar():
+    """Too few pages for all: the youngest are put back and prefilled again with what they had."""
+    pattern = "[0-9]{30}"
+    options = {"max_tokens": 30, "sampling": SamplingParams(temperature=1.0, seed=11)}
+    prompts = [b"prompt %d" % number for number in range(4)]
+    with serving(NEXT, slots=4, kv_pages=22) as server:
+        alone = [ask(server, prompt, "guided_regex", pattern, **options).ok().text() for prompt in prompts]
+        recorders = [ask(server, prompt, "guided_regex", pattern, **options) for prompt in prompts]
+        texts = [recorder.ok().text() for recorder in recorders]
+        assert sum(sequence.put_back for sequence in server.sequences) > 0
+    assert texts == alone and all(re.fullmatch(pattern, text) for text in texts)
+
+
+def test_a_json_object_parses_whatever_is_sampled():
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    flat = Table({}, otherwise=dict.fromkeys(range(32, 127), 1 / 95))
+    with serving(flat, max_len=256) as server:
+        for seed in range(5):
+            sampling = SamplingParams(temperature=1.0, seed=seed)
+            recorder = ask(server, b"a", "guided_json", json.dumps(schema), 240, sampling=sampling).ok()
+            if recorder.last().finish_reason == "stop":
+                value = json.loads(recorder.text())
+                assert list(value) == ["name", "age"] and len(value["name"]) <= 4 and 0 <= value["age"] <= 99
+
+
+def test_a_grammar_that_min_tokens_leaves_nothing_of_ends_the_request_only():
+    """Until min_tokens the stop token cannot be chosen, and nothing else is allowed."""
+    with serving(NEXT) as server:
+        sampling = SamplingParams(min_tokens=3)
+        _, recorder = server.submit(
+            b"a", 8, guide=GUIDES.compile("guided_regex", "bbb"), sampling=sampling, stop_token_ids=frozenset({ord("b")})
+        )
+        assert isinstance(recorder.wait().error, InvalidRequest) and recorder.error.param == "guided_regex"
+        assert server.run(b"a", 3).text() == "bcd"
+        assert server.gauges()[:3] == (0, 0, 0)
