@@ -98,12 +98,14 @@ class Engine(Protocol):
         prompt_logprobs: bool = False,
         mask: np.ndarray | None = None,  # restricts the first token: as in `set_mask`
         generated: np.ndarray | None = None,  # int32 [g]: see below; read only where ``last``
+        prompt_length: int | None = None,  # tokens of the whole prompt; None: it ends with this chunk
     ) -> Any:
         """Computes one chunk of a prompt; the prefix is changed in place.
 
         A sequence that was put back is prefilled with the tokens it had generated behind its prompt. ``generated`` names
         them, so that presence and frequency penalties count them; it is passed only where those penalties are set
         (``sampling.min_tokens`` is what remains of it; the repetition penalty covers all tokens of a prefix anyway).
+        ``prompt_length`` counts for models whose rotary embedding follows the length (`ModelConfig.follows_length`).
 
         Returns a step to `read`: one row, the first generated token, where ``last``; with ``prompt_logprobs`` also
         the log-probs of what follows each of the ``n`` positions: see `read_prompt`.

@@ -129,6 +129,14 @@ class ModelConfig:
         """Whether keys depend on how long the whole sequence is (`RopeConfig.regime`)."""
         return any(kind.rope is not None and kind.rope.follows_length for kind in self.kinds)
 
+    def outgrows(self, before: int, length: int) -> bool:
+        """Whether the keys of a sequence that had ``before`` tokens are computed anew when it has ``length``.
+
+        So longrope does where the frequencies change; the keys of ``dynamic`` stay what they were when they were made.
+        """
+        ropes = [kind.rope for kind in self.kinds if kind.rope is not None and kind.rope.kind == "longrope"]
+        return any(before <= rope.original_max_position < length for rope in ropes)
+
     def regime(self, length: int) -> tuple[int, ...]:
         """Names the rotary frequencies of a sequence of ``length`` tokens; keys are only shared within one regime."""
         return tuple(0 if kind.rope is None else kind.rope.regime(length) for kind in self.kinds)

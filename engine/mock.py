@@ -235,6 +235,7 @@ class MockEngine:
         prompt_logprobs: bool = False,
         mask: np.ndarray | None = None,
         generated: np.ndarray | None = None,
+        prompt_length: int | None = None,
     ) -> MockStep:
         ids = self._ids(tokens)
         serial = self._next_serial()

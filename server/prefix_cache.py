@@ -2,7 +2,8 @@
 
 The cache is a tree. A node is one full page; the path from the root to it spells every token up to the end of that
 page, which is what its keys and values depend on. A child is found by the tokens of its page, in a dict: the hash finds
-it, the comparison of all tokens along the path rules out collisions.
+it, the comparison of all tokens along the path rules out collisions. Where keys and values also depend on how long the whole
+prompt is (`ModelConfig.regime`), there is one tree for each regime.
 
 The scheduler calls `match` when a sequence is admitted and holds the pages it gets; `store` after the sequence's pages
 have been written by an `insert` that was dispatched, and again with the generated tokens when the sequence ends. Pages
@@ -13,7 +14,7 @@ nodes below it along, for they cannot be reached without it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from server.pages import PagePool
 
@@ -34,7 +35,7 @@ class PrefixCache:
     def __init__(self, pool: PagePool, page_size: int):
         self._pool = pool
         self._page_size = page_size
-        self._root = Node((), 0, None)
+        self._roots: dict[Hashable, Node] = {}  # by regime
         self._nodes: dict[int, Node] = {}  # by page
         pool.evict = self._drop
 
@@ -42,13 +43,13 @@ class PrefixCache:
         """Cached pages, held or idle."""
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], regime: Hashable = None) -> list[int]:
         """The cached pages that begin ``tokens``, each held once more for the caller.
 
         At least the last token is never covered: it has to be computed to know what follows.
         """
         pages = []
-        node = self._root
+        node = self._root(regime)
         for chunk in self._full_pages(tokens[: len(tokens) - 1]):
             child = node.children.get(chunk)
             if child is None:
@@ -58,12 +59,12 @@ class PrefixCache:
             node = child
         return pages
 
-    def store(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def store(self, tokens: Sequence[int], pages: Sequence[int], regime: Hashable = None) -> None:
         """Remembers what the full pages among ``pages`` hold; the caller holds them and ``tokens`` are written to them.
 
         Where the same content is cached in another page already, that one stays.
         """
-        node = self._root
+        node = self._root(regime)
         for chunk, page in zip(self._full_pages(tokens), pages, strict=False):
             child = node.children.get(chunk)
             if child is None:
@@ -77,8 +78,12 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forgets everything. Pages in use stay with their holders."""
-        for child in list(self._root.children.values()):
-            self._drop(child.page)
+        for root in self._roots.values():
+            for child in list(root.children.values()):
+                self._drop(child.page)
+
+    def _root(self, regime: Hashable) -> Node:
+        return self._roots.setdefault(regime, Node((), 0, None))
 
     def _full_pages(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
         for end in range(self._page_size, len(tokens) + 1, self._page_size):

@@ -19,9 +19,9 @@ back at once.
 **Models whose keys depend on the length** of the whole sequence (`ModelConfig.follows_length`) share pages within one regime only.
 Where a growing sequence enters another regime in which all its keys change (longrope), it is put back and prefilled anew.
 
-**Guided sequences** (structured output) take their steps together and not one ahead of the host: what may come next depends on the
-token before. They are left out of a step while one of them has a token that was not read yet, so that with others around they
-advance at every other step; the others advance at every step.
+**Guided sequences** (structured output) take their steps together and not one ahead of the host: what may come next
+depends on the token before. They are left out of a step while one of them has a token that was not read yet, so that
+with others around they advance at every other step; the others advance at every step.
 """
 
 from __future__ import annotations
