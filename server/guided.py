@@ -1,12 +1,12 @@
-"""Structured output: which tokens may come next so that the text keeps to a JSON schema, a regular expression or a grammar.
+"""Structured output: which tokens may come next so that the text keeps to a JSON schema, an expression or a grammar.
 
-The front door compiles a grammar in a thread of its own, before the request is scheduled; `Guides` keeps what it compiled. Each
-sample gets a `Matcher` of its own, which follows its tokens: the prefill thread asks it for the mask of the first token and has it
-accept that token, the owner of the decode state does the same for all others (``server/generate_worker.py``). A sample that was put
-back keeps its matcher, as it keeps its tokens.
+The front door compiles a grammar in a thread of its own, before the request is scheduled; `Guides` keeps what it
+compiled. Each sample gets a `Matcher` of its own, which follows its tokens: the prefill thread asks it for the mask of
+the first token and has it accept that token, the owner of the decode state does the same for all others
+(``server/generate_worker.py``). A sample that was put back keeps its matcher, as it keeps its tokens.
 
-EOS is allowed exactly where the text may end. Where nothing can follow, the sample ends without it. Grammars, their limits and the
-masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md).
+EOS is allowed exactly where the text may end. Where nothing can follow, the sample ends without it. Grammars, their
+limits and the masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -157,7 +157,8 @@ class Guides:
             raise _refused(param, native.get_error())
         eos = np.zeros(self._vocab_size, bool)
         eos[self._eos] = True
-        guide = Guide(param, native, self._vocab_size, fit(np.packbits(eos, bitorder="little").tobytes(), self._vocab_size))
+        eos_mask = fit(np.packbits(eos, bitorder="little").tobytes(), self._vocab_size)
+        guide = Guide(param, native, self._vocab_size, eos_mask)
         first = native.deep_copy()
         mask = fit(first.compute_bitmask(), self._vocab_size)
         if not np.any(mask & ~guide._eos) and not first.is_accepting():
@@ -168,13 +169,14 @@ class Guides:
         if self._native is None:
             import llguidance
 
-            self._native = llguidance.LLTokenizer(_Vocabulary(self._tokenizer, self._eos), eos_token=self._eos)
+            vocabulary: Any = _Vocabulary(self._tokenizer, self._eos)
+            self._native = llguidance.LLTokenizer(vocabulary, eos_token=self._eos)
         return self._native
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads one (its ``TokenizerWrapper``). Control tokens are no text: only a grammar that names one
-    allows it."""
+    """A tokenizer as llguidance reads one (its ``TokenizerWrapper``). Control tokens are no text: only a grammar that
+    names one allows it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

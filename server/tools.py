@@ -2,9 +2,9 @@
 
 The formats, by the projects that began them::
 
-    hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them     (NousResearch Hermes, Qwen)
+    hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them     (Hermes, Qwen)
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]                             (Mistral)
-    json      {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>                 (Llama 3, and all others)
+    json      {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>                 (Llama 3, others)
 
 ``server/proxy/tool_parser.py`` reads them; this module needs the tokenizer and lives beside it.
 """
@@ -46,14 +46,19 @@ class ToolWriter:
         if self.format == HERMES:
             opening, closing = (self._literal(marker) for marker in MARKERS[HERMES])
             more = ' ("\\n" tool_call)*' if parallel else ""
-            return f'tool_calls: tool_call{more}\ntool_call: {opening} "\\n" tool_object "\\n" {closing}\ntool_object: %json {call}\n'
+            return (
+                f"tool_calls: tool_call{more}\n"
+                f'tool_call: {opening} "\\n" tool_object "\\n" {closing}\n'
+                f"tool_object: %json {call}\n"
+            )
         if self.format == MISTRAL:
             schema = _call_schema(tools, "arguments")
             definitions = schema.pop("$defs")
             calls = {"type": "array", "items": schema, "minItems": 1, "$defs": definitions}
             if not parallel:
                 calls["maxItems"] = 1
-            return f"tool_calls: {self._literal(MARKERS[MISTRAL][0])} tool_list\ntool_list: %json {json.dumps(calls, ensure_ascii=False)}\n"
+            listed = json.dumps(calls, ensure_ascii=False)
+            return f"tool_calls: {self._literal(MARKERS[MISTRAL][0])} tool_list\ntool_list: %json {listed}\n"
         return f"tool_calls: %json {call}\n"
 
     def _literal(self, marker: str) -> str:

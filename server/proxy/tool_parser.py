@@ -1,11 +1,12 @@
-"""Tool calls in the text of an answer, as it arrives: what is content, what is a call, and its arguments piece by piece.
+"""Tool calls in the text of an answer, as it arrives: what is content, what is a call, its arguments piece by piece.
 
-The formats are those of ``server/tools.py``. What does not parse as a call of a known function is content, markers and all. Nothing
-is lost, and the outcome does not depend on how the text was cut: the joined pieces are what `ToolParser` makes of the whole text.
+The formats are those of ``server/tools.py``. What does not parse as a call of a known function is content, markers and
+all. Nothing is lost, and the outcome does not depend on how the text was cut: the joined pieces are what `ToolParser`
+makes of the whole text.
 
-A call is recognised by its head, ``{"name": "f", "arguments": {``; from there on its arguments are passed on as they come, so
-they are the model's own JSON text. A call behind a marker may also have its keys in another order; it is then passed on when it is
-complete.
+A call is recognised by its head, ``{"name": "f", "arguments": {``; from there on its arguments are passed on as they
+come, so they are the model's own JSON text. A call behind a marker may also have its keys in another order; it is then
+passed on when it is complete.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import secrets
 import string
 from collections.abc import Iterable
+from typing import Any
 
 from server.tools import HERMES, JSON, MARKERS, MISTRAL
 
@@ -341,7 +343,7 @@ def whole_call(text: str, names: Iterable[str]) -> tuple[str, str] | None:
         return None
     if not isinstance(value, dict) or value.get("name") not in set(names):
         return None
-    arguments = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
+    arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

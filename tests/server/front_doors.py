@@ -14,7 +14,7 @@ from server.grpc_service import GrpcServer
 from server.metrics import Metrics
 from server.orchestrator import Orchestrator
 from server.proxy import process
-from server.tokenizers import ByteTokenizer
+from server.tokenizers import ByteTokenizer, Tokenizer
 from server.validation import ModelLimits
 
 NAME = "mock"
@@ -38,6 +38,8 @@ def open_doors(
     ready: bool = True,
     slots: int = 4,
     max_queue: int = 16,
+    max_len: int = MAX_LEN,
+    tokenizer: Tokenizer | None = None,
     limits: dict[str, Any] | None = None,
     api_key: tuple[str, ...] = (),
     config: dict[str, Any] | None = None,
@@ -45,9 +47,9 @@ def open_doors(
 ) -> Iterator[Doors]:
     """Everything up, and down again afterwards. ``limits`` and ``config`` replace fields of the model's limits and
     options."""
-    engine = MockEngine(rule, config=mock_config(slots=slots, max_len=MAX_LEN))
+    engine = MockEngine(rule, config=mock_config(slots=slots, max_len=max_len))
     metrics = Metrics()
-    tokenizer = ByteTokenizer()
+    tokenizer = tokenizer or ByteTokenizer()
     orchestrator = Orchestrator(engine, tokenizer, metrics=metrics, max_queue=max_queue)
     server = GrpcServer(NAME, metrics=metrics, slots=slots, api_keys=api_key, **grpc_options)
     server.start()
@@ -56,7 +58,7 @@ def open_doors(
         if http:
             proxy = process.start(ServeConfig(http_port=0, api_key=api_key, **(config or {})), server.local_address)
         orchestrator.start()
-        model = ModelLimits(NAME, MAX_LEN, engine.model.vocab_size, tokenizer.eos_token_ids)
+        model = ModelLimits(NAME, max_len, engine.model.vocab_size, tokenizer.eos_token_ids)
         server.attach(orchestrator, tokenizer, dataclasses.replace(model, **(limits or {})))
         if ready:
             orchestrator.open()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from engine.mock import Script, Table
 from server.proxy.http import BODY_LIMIT
+from server.tokenizers import ByteTokenizer
 
 EOS = 257
 NEXT = {token: {(token + 1) % 256: 1.0} for token in range(256)}
@@ -131,6 +132,36 @@ def test_offsets_within_a_character(api):
     assert answer.choices[0].text == "éab"
     assert answer.choices[0].logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "a", "b"]
     assert answer.choices[0].logprobs.text_offset == [0, 0, 1, 2]
+
+
+class SpaceTokenizer(ByteTokenizer):
+    """Puts a space before every text, and takes it off again, as SentencePiece does."""
+
+    strip_leading_space = True
+
+    def encode_text(self, text, *, parse_special):
+        return super().encode_text(" " + text, parse_special=parse_special)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text", "tokens", "offsets"),
+    [
+        ("ab", b" c", "ab c", ["<|bos|>", " ", "a", "b", " ", "c"], [0, 0, 0, 1, 2, 3]),
+        (" a", b"b", " ab", ["<|bos|>", " ", " ", "a", "b"], [0, 0, 0, 1, 2]),
+        ([256], b" c", "c", ["<|bos|>", " ", "c"], [0, 0, 0]),  # a text of its own begins here
+        ("", b" c", " c", ["<|bos|>", " ", " ", "c"], [0, 0, 0, 1]),
+    ],
+)
+def test_spaces_that_a_tokenizer_puts_before_a_text(prompt, answer, text, tokens, offsets):
+    ids = prompt if isinstance(prompt, list) else [256, *f" {prompt}".encode()]
+    with open_doors(Script({tuple(ids): answer}), tokenizer=SpaceTokenizer()) as doors:
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "temperature": 0}
+        choice = httpx.post(f"{doors.http}/v1/completions", json=body).json()["choices"][0]
+        chunks = events(httpx.post(f"{doors.http}/v1/completions", json=body | {"stream": True}))
+    assert (choice["text"], choice["logprobs"]["tokens"]) == (text, tokens)
+    assert choice["logprobs"]["text_offset"] == offsets
+    assert sum((chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks), []) == offsets
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
 
 
 def test_streamed_completion_equals_the_whole(http):

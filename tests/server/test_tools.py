@@ -1,0 +1,495 @@
+"""Tool calls: their parsing in every format, whatever the cuts; their grammars; and the whole way through HTTP.
+
+The mock engine says what a test has it say, whatever the prompt, so the answers are those of the formats' own
+descriptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import httpx
+import openai
+import pytest
+from front_doors import NAME, open_doors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.mock import Table
+from server.errors import InvalidRequest
+from server.guided import Guides
+from server.proxy.tool_parser import ToolParser
+from server.tokenizers import ByteTokenizer, ChatTemplate
+from server.tokenizers.special import SpecialToken, SpecialTokens
+from server.tools import HERMES, JSON, MISTRAL, ToolWriter, tool_writer
+
+EOS = 257
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "maxProperties": 0}}}
+NAMES = ("get_weather", "time", "get")
+
+
+def joined(pieces):
+    """Content and calls of the outcomes of several pushes."""
+    content, calls = "", []
+    for parsed in pieces:
+        content += parsed.content
+        for piece in parsed.pieces:
+            if piece.id is not None:
+                assert piece.index == len(calls)
+                calls.append([piece.name, ""])
+            calls[piece.index][1] += piece.arguments
+    return content, [tuple(call) for call in calls]
+
+
+def parse(format, parts, **options):
+    parser = ToolParser(format, NAMES, **options)
+    return joined([*(parser.push(part) for part in parts), parser.finish()])
+
+
+ARGUMENTS = '{"city": "Pa}ris \\"{"}'
+CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+LLAMA = f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}'
+WANT = ("get_weather", ARGUMENTS)
+UNKNOWN = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+CASES = [
+    (HERMES, "plain", "plain", []),
+    (HERMES, " < tool_call> \n", " < tool_call> \n", []),
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [WANT]),
+    (HERMES, f"Let me see.\n<tool_call>{CALL}</tool_call>\n", "Let me see.", [WANT]),
+    (
+        HERMES,
+        f'<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>',
+        "",
+        [WANT, ("time", "{}")],
+    ),
+    (HERMES, f"<tool_call>{CALL}</tool_call> done", " done", [WANT]),
+    (HERMES, '<tool_call>{"arguments": {"x": [1]}, "name": "get"}</tool_call>', "", [("get", '{"x": [1]}')]),
+    (HERMES, '<tool_call>{"name": "get"}</tool_call>', "", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("get", '{"x": 1}')]),
+    (HERMES, '<tool_call>{"name": "get", "id": 5, "arguments": {}}</tool_call>', "", [("get", "{}")]),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {}, "id": 5}</tool_call>', "", [("get", "{}")]),
+    (HERMES, UNKNOWN, UNKNOWN, []),
+    (HERMES, "a <tool_call>{nonsense}</tool_call>", "a <tool_call>{nonsense}</tool_call>", []),
+    (HERMES, '<tool_call>{"name": "ge', '<tool_call>{"name": "ge', []),
+    (HERMES, '<tool_call>{"name": "get", "arguments": {"x": ', "", [("get", '{"x": ')]),
+    (HERMES, "<tool_call>", "<tool_call>", []),
+    (MISTRAL, f"[TOOL_CALLS][{CALL}]", "", [WANT]),
+    (MISTRAL, f'[TOOL_CALLS] [{CALL}, {{"name":"time","arguments":{{}}}}]', "", [WANT, ("time", "{}")]),
+    (MISTRAL, f"Well: [TOOL_CALLS]{CALL}", "Well:", [WANT]),
+    (MISTRAL, "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
+    (MISTRAL, "[TOOL", "[TOOL", []),
+    (JSON, LLAMA, "", [WANT]),
+    (JSON, CALL, "", [WANT]),
+    (JSON, f" <|python_tag|>{LLAMA}", "", [WANT]),
+    (JSON, f"{LLAMA}; {LLAMA}", "", [WANT, WANT]),
+    (JSON, f"<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}", "", [WANT, WANT]),
+    (JSON, '{"type": "function", "name": "get", "parameters": {}}', "", [("get", "{}")]),
+    (JSON, '<|python_tag|>{"parameters": {}, "name": "get"}', "", [("get", "{}")]),
+    (JSON, '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
+    (JSON, '{"name": "get", "age": 5}', '{"name": "get", "age": 5}', []),
+    (JSON, f"The call is {LLAMA}", f"The call is {LLAMA}", []),
+    (JSON, "<|python_tag|>print(5)", "<|python_tag|>print(5)", []),
+    (JSON, f"{LLAMA} and so on", " and so on", [WANT]),
+    (JSON, " \n ", " \n ", []),
+    (JSON, "", "", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), CASES, ids=lambda value: ascii(value)[:30])
+def test_calls_in_a_text(format, text, content, calls):
+    assert parse(format, [text]) == (content, calls)
+    assert parse(format, list(text)) == (content, calls)  # character by character
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    format=st.sampled_from([HERMES, MISTRAL, JSON]),
+    parts=st.lists(
+        st.sampled_from([
+            "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", ",", ";", " ", "\n", "x", "{",
+            "}", '"', CALL, LLAMA, '{"name": "get", ', '"arguments": {', '"name": "rm"', "<tool", "[TOOL",
+        ]),
+        max_size=8,
+    ),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+)  # fmt: skip
+def test_the_outcome_does_not_depend_on_the_cuts(format, parts, cuts):
+    text = "".join(parts)
+    places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
+    pieces = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    content, calls = parse(format, [text])
+    assert parse(format, pieces) == parse(format, list(text)) == (content, calls)
+    if not calls:
+        assert content == text  # nothing is lost
+
+
+def test_without_parallel_calls_only_the_first_counts():
+    text = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call> done"
+    assert parse(HERMES, [text], parallel=False) == parse(HERMES, list(text), parallel=False) == ("", [WANT])
+
+
+def test_mistrals_ids_have_nine_letters_and_digits():
+    first, second = (ToolParser(MISTRAL, NAMES).push(f"[TOOL_CALLS][{CALL}]").pieces[0].id for _ in range(2))
+    assert len(first) == 9 and first.isalnum() and first != second
+
+
+# The grammar of calls.
+
+HERMES_TEMPLATE = (
+    "{% if tools %}{{ '# Tools <tool_call>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city + '!' }}{% endfor %}"
+    "{{ '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+MISTRAL_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")
+LLAMA_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", '"parameters"')
+
+
+class Tokenizer(ByteTokenizer):
+    """The byte tokenizer with a chat template, and control tokens from id 259 on."""
+
+    def __init__(self, template: str, *controls: str):
+        super().__init__()
+        self._controls = {259 + place: spelling for place, spelling in enumerate(controls)}
+        spellings = {256: "<|bos|>", 257: "<|eos|>", 258: "<|eot|>"} | self._controls
+        self.special = SpecialTokens(SpecialToken(id, spelling) for id, spelling in spellings.items())
+        self.vocab_size = 259 + len(controls)
+        self.chat_template = ChatTemplate(template, control_spellings=self.special.control_spellings)
+
+    def find_bytes(self, id: int) -> bytes:
+        return self._controls[id].encode() if id in self._controls else super().find_bytes(id)
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [(HERMES_TEMPLATE, HERMES), (MISTRAL_TEMPLATE, MISTRAL), (LLAMA_TEMPLATE, JSON), ("{{ messages }}", None)],
+)
+def test_the_template_tells_the_format(template, format):
+    writer = tool_writer(ByteTokenizer(), {"default": template})
+    assert (writer and writer.format) == format
+    assert tool_writer(ByteTokenizer(), {"default": "x", "tool_use": HERMES_TEMPLATE}).format == HERMES
+
+
+def accepts(writer, tools, text, *, parallel=True, tokenizer=None):
+    """Whether a whole text is allowed by the grammar of calls."""
+    guides = Guides(tokenizer or ByteTokenizer(), (EOS,), 320)
+    grammar = f"start: tool_calls\n{writer.grammar(tools, parallel=parallel)}"
+    matcher = guides.compile("guided_grammar", grammar).matcher()
+    try:
+        for token in text if isinstance(text, list) else text.encode():
+            matcher.accept(token)
+        matcher.accept(EOS)
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("format", "one", "two"),
+    [
+        (HERMES, "<tool_call>\n%s\n</tool_call>", "<tool_call>\n%s\n</tool_call>\n<tool_call>\n%s\n</tool_call>"),
+        (MISTRAL, "[TOOL_CALLS][%s]", "[TOOL_CALLS][%s, %s]"),
+        (JSON, "%s", None),
+    ],
+)
+def test_grammars_allow_calls_of_the_tools_only(format, one, two):
+    writer = ToolWriter(format, {})
+    key = "parameters" if format == JSON else "arguments"
+    good = f'{{"name": "get_weather", "{key}": {{"city": "Oslo"}}}}'
+    assert accepts(writer, [WEATHER, TIME], one % good)
+    assert accepts(writer, [WEATHER, TIME], one % f'{{"name": "time", "{key}": {{}}}}')
+    assert not accepts(writer, [TIME], one % good)
+    assert not accepts(writer, [WEATHER], one % f'{{"name": "get_weather", "{key}": {{"town": "Oslo"}}}}')
+    assert not accepts(writer, [WEATHER], "Sorry")
+    if two:
+        assert accepts(writer, [WEATHER], two % (good, good))
+        assert not accepts(writer, [WEATHER], two % (good, good), parallel=False)
+
+
+def test_references_inside_a_tools_schema_still_hold():
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+    parameters = {"$ref": "#/$defs/node", "$defs": {"node": node}}
+    tool = {"type": "function", "function": {"name": "walk", "parameters": parameters}}
+    writer = ToolWriter(JSON, {})
+    assert accepts(writer, [WEATHER, tool], '{"name": "walk", "parameters": {"next": {"next": {}}}}')
+    assert not accepts(writer, [WEATHER, tool], '{"name": "walk", "parameters": {"next": 5}}')
+
+
+def test_markers_that_are_control_tokens_are_written_as_such():
+    tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
+    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    rest = list(b'[{"name": "time", "arguments": {}}]')
+    assert accepts(writer, [TIME], [259, *rest], tokenizer=tokenizer)
+    assert not accepts(writer, [TIME], "[TOOL_CALLS]" + bytes(rest).decode(), tokenizer=tokenizer)
+
+
+# Over HTTP.
+
+
+@dataclasses.dataclass
+class Server:
+    http: httpx.Client
+    api: openai.OpenAI
+    doors: object
+
+    def says(self, answer):
+        """What the model answers to anything, as bytes or ids; after that EOS."""
+        ids = list(answer.encode() if isinstance(answer, str) else answer)
+
+        def rule(tokens):
+            ends = [end for end in range(11, len(tokens) + 1) if tuple(tokens[end - 11 : end]) == PROMPT_END]
+            place = len(tokens) - ends[-1] if ends else len(ids)
+            if self.flat or place >= len(ids):
+                return {EOS: 0.5} | dict.fromkeys(range(33, 127), 0.5 / 94)
+            return {ids[place]: 1.0}
+
+        self.doors.engine.rule = rule
+
+    flat = False
+
+
+PROMPT_END = tuple(b"assistant: ")
+
+
+@contextlib.contextmanager
+def serving(tokenizer):
+    with (
+        open_doors(Table({}), max_len=1024, tokenizer=tokenizer) as doors,
+        httpx.Client(base_url=doors.http, timeout=30) as http,
+        openai.OpenAI(base_url=f"{doors.http}/v1", api_key="unused", max_retries=0, timeout=30) as api,
+    ):
+        yield Server(http, api, doors)
+
+
+@pytest.fixture(scope="module")
+def hermes():
+    with serving(Tokenizer(HERMES_TEMPLATE)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    with serving(Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")) as server:
+        yield server
+
+
+USER = [{"role": "user", "content": "Weather?"}]
+
+
+def both_ways(server, **options):
+    """The whole answer's choice, after it was compared with the stream's."""
+    options = {"model": NAME, "messages": USER, "temperature": 0, "tools": [WEATHER, TIME]} | options
+    choice = server.api.chat.completions.create(**options).choices[0]
+    chunks = [chunk.choices[0] for chunk in server.api.chat.completions.create(**options, stream=True)]
+    calls = []
+    for chunk in chunks:
+        for piece in chunk.delta.tool_calls or []:
+            if piece.id:
+                assert piece.index == len(calls) and piece.type == "function"
+                calls.append([piece.function.name, ""])
+            calls[piece.index][1] += piece.function.arguments
+    assert calls == [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (choice.message.content or "")
+    assert chunks[-1].finish_reason == choice.finish_reason
+    return choice
+
+
+def test_a_call_comes_back_as_a_call(hermes):
+    hermes.says(f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>")
+    choice = both_ways(hermes)
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "get_weather", ARGUMENTS)
+    assert call.id.startswith("call_")
+
+
+def test_an_answer_stays_an_answer(hermes):
+    hermes.says("It rains. <tool_call>{}")
+    choice = both_ways(hermes)
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (
+        "It rains. <tool_call>{}", None, "stop",
+    )  # fmt: skip
+
+
+def test_without_choice_nothing_is_parsed_and_the_template_sees_no_tools(hermes):
+    hermes.says(f"<tool_call>{CALL}</tool_call>")
+    options = {"model": NAME, "messages": USER, "temperature": 0}
+    none = hermes.api.chat.completions.create(**options, tools=[WEATHER], tool_choice="none")
+    bare = hermes.api.chat.completions.create(**options)
+    assert none.choices[0].message.content == f"<tool_call>{CALL}</tool_call>"
+    assert none.usage.prompt_tokens == bare.usage.prompt_tokens
+    assert hermes.api.chat.completions.create(**options, tools=[WEATHER]).usage.prompt_tokens > bare.usage.prompt_tokens
+
+
+def test_a_call_cut_short_is_length(hermes):
+    before = '<tool_call>{"name": "get_weather", "arguments": '
+    hermes.says(f"<tool_call>{CALL}</tool_call>")
+    choice = both_ways(hermes, max_tokens=len(before) + 12)
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == ("length", ARGUMENTS[:12])
+
+
+def test_a_required_call_is_made_whatever_the_model_wants(hermes):
+    hermes.says("No!")
+    hermes.flat = True
+    try:
+        for choice in (
+            both_ways(hermes, tool_choice="required", tools=[TIME], parallel_tool_calls=False, max_tokens=200),
+            both_ways(hermes, tool_choice={"type": "function", "function": {"name": "time"}}, max_tokens=200),
+        ):
+            assert choice.message.tool_calls[0].function.name == "time"
+    finally:
+        hermes.flat = False
+
+
+def test_a_named_call_has_the_tools_arguments(mistral):
+    # The model wants to answer; the grammar lets it say only what a call has.
+    mistral.says([259, *b'[{"name": "get_weather", "arguments": {"city": "Oslo"}}]'])
+    choice = both_ways(mistral, tool_choice={"type": "function", "function": {"name": "get_weather"}})
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Oslo"} and len(call.id) == 9
+
+
+def test_control_tokens_that_mark_calls_are_seen(mistral):
+    mistral.says([259, *b'[{"name": "time", "arguments": {}}]'])
+    assert both_ways(mistral).message.tool_calls[0].function.name == "time"
+    # And are no text where nobody looks for calls.
+    answer = mistral.api.chat.completions.create(model=NAME, messages=USER, temperature=0)
+    assert answer.choices[0].message.content == '[{"name": "time", "arguments": {}}]'
+
+
+def test_an_answer_format_beside_tools_allows_either(hermes):
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["rain", "sun"]}, "strict": True}}
+    hermes.says('"sun" and more')
+    choice = both_ways(hermes, response_format=format)
+    assert (choice.message.content, choice.finish_reason) == ('"sun"', "stop")
+    hermes.says(f"<tool_call>\n{CALL}\n</tool_call>")
+    assert both_ways(hermes, response_format=format).finish_reason == "tool_calls"
+
+
+def test_a_conversation_with_calls_goes_back_in(hermes):
+    hermes.says("Cold.")
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "-3"},
+    ]
+    answer = hermes.api.chat.completions.create(model=NAME, messages=messages, temperature=0)
+    text = "user: Weather?#assistant: Oslo!#tool: -3#assistant: "  # one token for each end of turn
+    assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == (len(text), "Cold.")
+
+
+def test_log_probs_of_all_tokens_are_told_beside_calls(hermes):
+    text = f"<tool_call>{CALL}</tool_call>"
+    hermes.says(text)
+    options = {"model": NAME, "messages": USER, "temperature": 0, "tools": [WEATHER], "logprobs": True}
+    whole = hermes.api.chat.completions.create(**options).choices[0]
+    assert bytes(sum((token.bytes for token in whole.logprobs.content), [])).decode() == text
+    chunks = [chunk.choices[0] for chunk in hermes.api.chat.completions.create(**options, stream=True)]
+    told = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.content]
+    assert told == whole.logprobs.content
+
+
+def test_several_choices_have_calls_of_their_own(hermes):
+    hermes.says(f"<tool_call>{CALL}</tool_call>")
+    answer = hermes.api.chat.completions.create(model=NAME, messages=USER, temperature=0, tools=[WEATHER], n=2)
+    first, second = (choice.message.tool_calls[0] for choice in answer.choices)
+    assert first.function == second.function and first.id != second.id
+
+
+def test_tools_that_cannot_be_used_are_refused(hermes):
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
+    body = {"messages": USER, "tools": [bad], "tool_choice": "required"}
+    answer = hermes.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert answer.json()["error"]["message"].startswith("tools cannot be compiled")
+    with open_doors(Table({})) as doors:  # its template knows no tools
+        answer = httpx.post(f"{doors.http}/v1/chat/completions", json={"messages": USER, "tools": [TIME]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+# Structured output and continued messages, over HTTP and gRPC.
+
+
+def test_response_format(hermes):
+    hermes.says('{"a": 1} and more')
+    options = {"model": NAME, "messages": USER, "temperature": 0}
+    schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    for format in (
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+    ):
+        choice = hermes.api.chat.completions.create(**options, response_format=format).choices[0]
+        assert (choice.message.content, choice.finish_reason) == ('{"a": 1}', "stop")
+        chunks = hermes.api.chat.completions.create(**options, response_format=format, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == '{"a": 1}'
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        hermes.api.chat.completions.create(**options, response_format=bad)
+    assert caught.value.param == "response_format" and "response_format cannot be compiled" in str(caught.value)
+
+
+def test_the_openai_package_parses_structured_output(hermes):
+    import pydantic
+
+    class Step(pydantic.BaseModel):
+        explanation: str
+        output: int
+
+    class Answer(pydantic.BaseModel):
+        steps: list[Step]
+        final: str
+
+    hermes.says('{"steps": [{"explanation": "so", "output": 4}], "final": "four"}')
+    parsed = hermes.api.chat.completions.parse(model=NAME, messages=USER, temperature=0, response_format=Answer)
+    assert parsed.choices[0].message.parsed == Answer(steps=[Step(explanation="so", output=4)], final="four")
+    hermes.says('<tool_call>{"name": "Step", "arguments": {"explanation": "x", "output": 1}}</tool_call>')
+    with hermes.api.chat.completions.stream(
+        model=NAME, messages=USER, temperature=0, tools=[openai.pydantic_function_tool(Step)]
+    ) as stream:
+        (choice,) = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.parsed_arguments == Step(explanation="x", output=1)
+
+
+def test_guided_fields_on_every_route(hermes):
+    hermes.says("y")
+    bodies = [
+        ({"guided_regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"guided_json": {"enum": [5]}}, lambda text: text == "5"),
+        ({"guided_json": '{"enum": ["q"]}'}, lambda text: text == '"q"'),
+        ({"guided_grammar": 'start: "yes" | "no"'}, lambda text: text in ("yes", "no")),
+    ]
+    for options, holds in bodies:
+        generated = hermes.http.post("/generate", json={"prompt": "assistant: ", **options}).json()["response"]
+        completion = hermes.http.post("/v1/completions", json={"prompt": "x", **options}).json()["choices"][0]
+        chat = hermes.http.post("/v1/chat/completions", json={"messages": USER, **options}).json()["choices"][0]
+        assert holds(generated) and holds(completion["text"]) and holds(chat["message"]["content"])
+        assert completion["finish_reason"] == chat["finish_reason"] == "stop"
+    refused = hermes.http.post("/generate", json={"prompt": "x", "guided_regex": "("})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+
+
+def test_the_last_message_is_gone_on_with(hermes):
+    messages = [*USER, {"role": "assistant", "content": "It is "}]
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 3, "temperature": 0}
+    hermes.says("It is raining")  # its beginning is in the prompt already
+    answer = hermes.http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == "rai"
+    assert answer["usage"]["prompt_tokens"] == len("user: Weather?#assistant: It is ")
