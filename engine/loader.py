@@ -161,6 +161,26 @@ def _split(read: Read, fuse: Callable[..., Fill], *sizes: int) -> Fill:
     return fill
 
 
+def _by_turns(read: Read) -> Fill:
+    """Fills [experts, 2, ffn, ...] from [experts, ..., 2 * ffn], gate and up by turns."""
+
+    def fill(out: np.ndarray) -> None:
+        stored = read()
+        np.copyto(out[:, 0], np.moveaxis(stored[..., ::2], -1, 1), casting="unsafe")
+        np.copyto(out[:, 1], np.moveaxis(stored[..., 1::2], -1, 1), casting="unsafe")
+
+    return fill
+
+
+def _transposed(read: Read) -> Fill:
+    """Fills [experts, out, ...] from [experts, ..., out]."""
+
+    def fill(out: np.ndarray) -> None:
+        np.copyto(out, np.moveaxis(read(), -1, 1), casting="unsafe")
+
+    return fill
+
+
 def _fills(reader: Reader, family: Family, model: ModelConfig, abstract: Weights) -> Weights:
     """A tree like the abstract one that holds what fills each array."""
     names, hidden = family.tensors, model.hidden_size
@@ -245,6 +265,8 @@ class _LayerFills:
 
     def _gate_up(self, suffix: str, *columns: int) -> Fill:
         names, ffn = self.names, self.model.intermediate_size
+        if names.experts is not None:
+            return _by_turns(self._all_experts("gate_up_proj", suffix, *columns, 2 * ffn))
         if self.model.moe is not None:
             return self._experts(
                 lambda expert: _fuse_gate_up(
@@ -264,11 +286,17 @@ class _LayerFills:
 
     def _down(self, suffix: str, *columns: int) -> Fill:
         names, hidden = self.names, self.model.hidden_size
+        if names.experts is not None:
+            return _transposed(self._all_experts("down_proj", suffix, *columns, hidden))
         if self.model.moe is None:
             return _copy(self.tensor(names.down + suffix, hidden, *columns))
         return self._experts(
             lambda expert: _copy(self.tensor(names.expert_down + suffix, hidden, *columns, expert=expert))
         )
+
+    def _all_experts(self, module: str, suffix: str, *shape: int) -> Read:
+        name = f"{self.names.experts}.{module}" + suffix.replace(".weight", "").replace(".", "_")
+        return self.tensor(name, self.model.moe.experts, *shape)
 
     def _experts(self, fill: Callable[[int], Fill]) -> Fill:
         return _stack([fill(expert) for expert in range(self.model.moe.experts)])

@@ -71,15 +71,17 @@ def run_layers(
     # A function of its own is traced once for all unrolled layers of a kind; XLA inlines it, so the donation of the pools holds.
     @functools.partial(jax.jit, static_argnums=0)
     def only_layer(kind, group, x, pools):
-        one, window = jax.tree.map(lambda leaf: leaf[0], group), model.kinds[kind].window
-        return _layer(model, one, x, rotations[kind], window, pools, 0, cache)
+        group, experts = _part_experts(model, group)
+        one = jax.tree.map(lambda leaf: leaf[0], group).replace(**experts)
+        return _layer(model, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache)
 
     def all_layers(pattern, group, x, pools):
         look_up = _kinds_as_data(model, pattern, rotations, x.shape[0])
+        group, experts = _part_experts(model, group)
 
         def step(carry, layer_and_weights):
             layer, one = layer_and_weights
-            return _layer(model, one, carry[0], *look_up(layer), carry[1], layer, cache), None
+            return _layer(model, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache), None
 
         return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
 
@@ -125,6 +127,14 @@ def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: list
     return look_up
 
 
+def _part_experts(model: ModelConfig, group: LayerWeights) -> tuple[LayerWeights, dict[str, jax.Array | None]]:
+    """The weights without those of experts, and these, which are not sliced by layer: `engine.moe.mixture` does so itself."""
+    if model.moe is None:
+        return group, {}
+    experts = {name: getattr(group, name) for name in ("gate_up", "gate_up_bias", "down", "down_bias")}
+    return group.replace(**dict.fromkeys(experts)), experts
+
+
 def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:
     """The norm, or x itself where the model has none here."""
     return x if weight is None else rms_norm(x, weight, model.norm_eps, wide=model.wide_norms)
@@ -132,7 +142,7 @@ def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Arr
 
 def _layer(
     model: ModelConfig,
-    weights: LayerWeights,  # of this layer: no leading dimension
+    weights: LayerWeights,  # of this layer: no leading dimension, but for experts
     x: jax.Array,
     cos_sin: CosSin | None,
     window: jax.Array | int | None,
@@ -161,7 +171,7 @@ def _layer(
         x = _add(model, x, _norm(model, attended, weights.attention_post_norm))
     with jax.named_scope("mlp"):
         normed = _norm(model, x, weights.mlp_norm)
-        out = _mlp(model, weights, normed) if model.moe is None else mixture(model, weights, normed)
+        out = _mlp(model, weights, normed) if model.moe is None else mixture(model, weights, layer, normed)
         x = _add(model, x, _norm(model, out, weights.mlp_post_norm))
     return x, pools
 

@@ -15,9 +15,18 @@ import numpy as np
 
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf import GgufCheckpoint
+from engine.checkpoints.quantized import QuantizedCheckpoint
 from engine.checkpoints.safetensors import SafetensorsCheckpoint, read_config
 
-__all__ = ["Checkpoint", "CheckpointError", "GgufCheckpoint", "SafetensorsCheckpoint", "open_checkpoint", "read_config"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "GgufCheckpoint",
+    "QuantizedCheckpoint",
+    "SafetensorsCheckpoint",
+    "open_checkpoint",
+    "read_config",
+]
 
 
 class Checkpoint(Protocol):
@@ -49,7 +58,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = pathlib.Path(path)
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        checkpoint = SafetensorsCheckpoint(path)
+        return QuantizedCheckpoint(checkpoint) if checkpoint.hf_config.get("quantization_config") else checkpoint
     if path.suffix.lower() == ".gguf":
         return GgufCheckpoint(path)
     if not path.exists():

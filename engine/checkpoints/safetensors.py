@@ -29,18 +29,20 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 # Read so that a header with such a tensor can be checked; a weight of these types is refused by name when it is read.
-OTHER_SIZES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "U32": 4,
-    "I32": 4,
-    "U64": 8,
-    "I64": 8,
+# `QuantizedCheckpoint` knows what they mean beside their scales.
+STORED: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E5M2": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
 }
 
 
@@ -100,6 +102,16 @@ class SafetensorsCheckpoint:
             )
         count = math.prod(entry.shape)
         return np.frombuffer(self._maps[entry.file], dtype, count, entry.begin).reshape(entry.shape)
+
+    def dtype(self, name: str) -> str:
+        """As the header spells it."""
+        return self._entry(name).dtype
+
+    def read_stored(self, name: str) -> np.ndarray:
+        """A tensor of any type as it is stored; float8 as its bytes."""
+        entry = self._entry(name)
+        dtype = DTYPES.get(entry.dtype) or STORED[entry.dtype]
+        return np.frombuffer(self._maps[entry.file], dtype, math.prod(entry.shape), entry.begin).reshape(entry.shape)
 
     def _entry(self, name: str) -> Entry:
         try:
@@ -190,15 +202,14 @@ def read_header(file: pathlib.Path) -> tuple[mmap.mmap, dict[str, Entry]]:
 
 def check_entry(name: str, entry: Entry, size: int) -> None:
     """Raises where a tensor's bytes are not inside the file, or are not what its shape and dtype need."""
-    known = DTYPES.get(entry.dtype)
-    itemsize = known.itemsize if known is not None else OTHER_SIZES.get(entry.dtype)
-    if itemsize is None:
+    known = DTYPES.get(entry.dtype) or STORED.get(entry.dtype)
+    if known is None:
         raise CheckpointError(
             f"{entry.file}: tensor {name} has dtype {entry.dtype}, which is not known; use a float version"
         )
     if any(not isinstance(extent, int) or extent < 0 for extent in entry.shape):
         raise CheckpointError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}; download the file again")
-    needed = math.prod(entry.shape) * itemsize
+    needed = math.prod(entry.shape) * known.itemsize
     if entry.end - entry.begin != needed:
         raise CheckpointError(
             f"{entry.file}: tensor {name} has {entry.end - entry.begin} bytes where shape "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from engine.config import ConfigError, ModelConfig
 from engine.families.family import Family, TensorNames
 from engine.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_VISION
+from engine.families.gpt_oss import GPT_OSS
 from engine.families.granite import GRANITE
 from engine.families.llama import LLAMA
 from engine.families.mistral import MISTRAL
@@ -36,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     OLMO2,
     SMOLLM3,
     GRANITE,
+    GPT_OSS,
 )
 
 

@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+QUANTIZED = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -72,11 +73,12 @@ def decoder_config(
 
 
 def _check_quantization(hf: dict) -> None:
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
+    """What is served, ``engine/checkpoints/quantized.py`` shows dequantized."""
+    method = (hf.get("quantization_config") or {}).get("quant_method")
+    if hf.get("quantization_config") and method not in QUANTIZED:
         raise ConfigError(
-            f"config.json: quantization_config is there (quant_method {method!r}), which is not served; "
-            "use the unquantized version of the model, or a GGUF"
+            f"config.json: quantization_config is there (quant_method {method!r}), which is not served (served are "
+            f"{', '.join(QUANTIZED)}); use the unquantized version of the model, or a GGUF"
         )
 
 

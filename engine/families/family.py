@@ -15,6 +15,8 @@ class TensorNames:
 
     q, k, v, o, gate, up, down, router and the experts are modules: ``.weight`` and, where the model has one, ``.bias`` follow.
     Where ``qkv`` or ``gate_up`` is given, the checkpoint has these as one module, rows one after the other.
+    Where ``experts`` is given, it has all experts of a layer in ``gate_up_proj`` [experts, hidden, 2 * ffn], gate and up by turns,
+    ``down_proj`` [experts, ffn, hidden], and their ``_bias``.
     """
 
     embed: str = "model.embed_tokens.weight"
@@ -40,6 +42,7 @@ class TensorNames:
     expert_gate: str = "model.layers.{layer}.mlp.experts.{expert}.gate_proj"
     expert_up: str = "model.layers.{layer}.mlp.experts.{expert}.up_proj"
     expert_down: str = "model.layers.{layer}.mlp.experts.{expert}.down_proj"
+    experts: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
