@@ -31,7 +31,7 @@ from server.validation import ModelLimits, sampling_defaults
 from warmup import plan
 from warmup.errors import WarmupError
 from warmup.guard import Guard
-from warmup.prepare import Prepared, open_store, prepare
+from warmup.prepare import Prepared, open_store, prepare_fitting
 from warmup.report import WarmupReport
 
 A = TypeVar("A")
@@ -131,18 +131,14 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
         def make(layout: EngineConfig) -> JaxEngine:
             return JaxEngine(opened.config, layout, devices)
 
-        pages = plan.resolve_kv_pages(make, layout, budget, stored=store.resolved.get("kv_pages"))
-        engine = make(dataclasses.replace(layout, kv_pages=pages))
-
-        def make_programs() -> tuple[Prepared, plan.MemoryPlan]:
+        def make_programs() -> tuple[JaxEngine, Prepared, plan.MemoryPlan]:
             with report.stage("programs"):
-                prepared = prepare(engine, config.warmup, store, report=report, guard=guard)
-            memory_plan = plan.measure(engine, budget, prepared.memory)
-            memory_plan.check(make)
-            store.record_resolved({"kv_pages": pages})
-            return prepared, memory_plan
+                return prepare_fitting(make, layout, config.warmup, store, budget, report=report, guard=guard)
 
-        weights, (prepared, memory_plan) = _together(lambda: _load_weights(opened, engine, report), make_programs)
+        abstract = make(layout).abstract_weights  # the same for any number of KV pages
+        weights, (engine, prepared, memory_plan) = _together(
+            lambda: _load_weights(opened, abstract, report), make_programs
+        )
         engine.set_weights(weights)
         engine.install(prepared.executables)
         engine.allocate()
@@ -150,9 +146,9 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
         return WarmEngine(engine, prepared, memory_plan)
 
 
-def _load_weights(opened: OpenModel, engine: JaxEngine, report: WarmupReport) -> Weights:
+def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport) -> Weights:
     with report.stage("weights"):
-        weights = load_weights(opened.checkpoint, opened.config, engine.abstract_weights)
+        weights = load_weights(opened.checkpoint, opened.config, abstract)
         return jax.block_until_ready(weights)
 
 
