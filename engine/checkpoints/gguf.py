@@ -1,8 +1,9 @@
 """GGUF models, shown as the Hugging Face checkpoint they were converted from.
 
-The converters rename tensors, and for the ``llama`` architecture they reorder the rows of the query and key
-projections: ggml rotates neighbouring pairs of dimensions where Hugging Face rotates halves. `GgufCheckpoint` undoes
-both, and turns the metadata into a ``config.json`` dictionary. What it cannot express is refused by name.
+The converters rename tensors, and for ``llama`` and its kin they reorder the rows of the query and key projections: ggml
+rotates neighbouring pairs of dimensions where Hugging Face rotates halves. For Gemma they add 1 to norm weights, and they stack
+experts. `GgufCheckpoint` undoes all that, and turns the metadata into a ``config.json`` dictionary; what is special to each
+architecture is in ``gguf_architectures.py``. What cannot be expressed is refused by name.
 """
 
 from __future__ import annotations
@@ -10,34 +11,23 @@ from __future__ import annotations
 import math
 import pathlib
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
 from engine.checkpoints.dequantize import dequantize
 from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.gguf_architectures import ARCHITECTURES
 from engine.checkpoints.gguf_file import GgufFile
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-PERMUTED = {"llama"}  # architectures whose q and k rows the converter reorders
 
 MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; not a weight of the model
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
 
 
 class GgufCheckpoint:
@@ -55,37 +45,65 @@ class GgufCheckpoint:
             raise CheckpointError(
                 f"{path} is one of {self.gguf.get('split.count')} parts; merge them with gguf-split first"
             )
-        self._gguf_names = {hf_name(name, path): name for name in self.gguf.tensors if name != ROPE_FACTORS}
+        self.converted = ARCHITECTURES[self.architecture]
+        self._places = {hf: place for name in self.gguf.tensors for hf, place in self._hf_names(name)}
         self.hf_config = self._config()
 
     def names(self) -> list[str]:
-        return sorted(self._gguf_names)
+        return sorted(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.gguf.tensors[self._gguf_name(name)].shape
+        gguf_name, expert = self._place(name)
+        shape = self.gguf.tensors[gguf_name].shape
+        return shape if expert is None else shape[1:]
 
     def file(self, name: str) -> pathlib.Path:
         return self.path
 
     def read(self, name: str) -> np.ndarray:
-        gguf_name = self._gguf_name(name)
-        tensor = self.gguf.tensors[gguf_name]
+        gguf_name, expert = self._place(name)
+        kind, shape = self.gguf.tensors[gguf_name].type, self.shape(name)
         raw = self.gguf.raw(gguf_name)
-        if self.architecture in PERMUTED and ".attn_q." in gguf_name:
-            raw = unpermute(raw, self.hf_config["num_attention_heads"], len(tensor.shape))
-        elif self.architecture in PERMUTED and ".attn_k." in gguf_name:
-            raw = unpermute(raw, self.hf_config["num_key_value_heads"], len(tensor.shape))
+        if expert is not None:
+            raw = raw[expert * shape[0] : (expert + 1) * shape[0]]
+        elif self.converted.permuted and ".attn_q." in gguf_name:
+            raw = unpermute(raw, self.hf_config["num_attention_heads"], len(shape))
+        elif self.converted.permuted and ".attn_k." in gguf_name:
+            raw = unpermute(raw, self.hf_config["num_key_value_heads"], len(shape))
         try:
-            return dequantize(raw, tensor.type, tensor.shape)
+            values = dequantize(raw, kind, shape)
         except NotImplementedError:
             raise CheckpointError(
-                f"{self.path}: tensor {gguf_name} has type {tensor.type.name}, which cannot be dequantized; "
+                f"{self.path}: tensor {gguf_name} has type {kind.name}, which cannot be dequantized; "
                 "use another quantization, such as Q8_0"
             ) from None
+        if self.converted.norm_offset and name.endswith("norm.weight"):
+            return values.astype(np.float32) - np.float32(self.converted.norm_offset)
+        return values
 
-    def _gguf_name(self, name: str) -> str:
+    def _hf_names(self, name: str) -> Iterator[tuple[str, tuple[str, int | None]]]:
+        """The Hugging Face names of a tensor, several if it stacks experts, and which part of it each is."""
+        if name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+            return
+        if name in MODEL_NAMES:
+            yield MODEL_NAMES[name], (name, None)
+            return
+        match = LAYER.fullmatch(name)
+        if match is None or match[2] not in self.converted.names:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is of no known kind; the model needs something that is not served"
+            )
+        hf = f"model.layers.{match[1]}.{self.converted.names[match[2]]}.{match[3]}"
+        if "{expert}" not in hf:
+            yield hf, (name, None)
+            return
+        for expert in range(self.gguf.tensors[name].shape[0]):
+            yield hf.format(expert=expert), (name, expert)
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        """The tensor in the file, and which of its experts."""
         try:
-            return self._gguf_names[name]
+            return self._places[name]
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
@@ -111,12 +129,8 @@ class GgufCheckpoint:
         if "token_embd.weight" not in gguf.tensors:
             raise CheckpointError(f"{self.path} has no tensor token_embd.weight; download it again")
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
-        if self._optional("expert_count", 0):
-            raise CheckpointError(
-                f"{self.path} is a mixture of {self._optional('expert_count', 0)} experts, which is not served"
-            )
         config = {
-            "architectures": [ARCHITECTURES[self.architecture]],
+            "architectures": [self.converted.hf],
             "model_type": self.architecture,
             "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
             "hidden_size": hidden,
@@ -137,16 +151,28 @@ class GgufCheckpoint:
             "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
         }
         rotated = int(self._optional("rope.dimension_count", config["head_dim"]))
-        if rotated != config["head_dim"]:
+        if rotated != config["head_dim"] and not self.converted.partial:
             raise CheckpointError(
                 f"{self.path} rotates {rotated} of {config['head_dim']} head dimensions "
                 f"({self.architecture}.rope.dimension_count), "
                 "which is not served"
             )
-        return config
+        try:
+            return {**config, **self.converted.config(self._metadata, config)}
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _metadata(self, key: str, *default):
+        """For `Architecture.config`: a value, which must be there if there is no default."""
+        return self._optional(key, *default) if default else self._key(key)
 
     def _rope_scaling(self) -> dict | None:
         kind = self._optional("rope.scaling.type", "none")
+        if LONG_FACTORS in self.gguf.tensors:
+            factors = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
+            scaling = {name: self._factors(tensor) for name, tensor in factors.items()}
+            attention = self._optional("rope.scaling.attn_factor", None)
+            return {"rope_type": "longrope", "attention_factor": attention and float(str(np.float32(attention))), **scaling}
         if ROPE_FACTORS in self.gguf.tensors:
             return self._llama3_scaling()
         if kind == "none":
@@ -158,12 +184,17 @@ class GgufCheckpoint:
             scaling["original_max_position_embeddings"] = int(original)
         return scaling
 
+    def _factors(self, name: str) -> list[float]:
+        if name not in self.gguf.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name}; download it again")
+        return dequantize(self.gguf.raw(name), self.gguf.tensors[name].type, (-1,)).astype(np.float64).tolist()
+
     def _llama3_scaling(self) -> dict:
         """The parameters that the converter turned into ``rope_freqs.weight``.
 
         Every Llama 3.1 to 3.3 has the same but for ``factor``, which is the largest divisor; other values are refused.
         """
-        found = dequantize(self.gguf.raw(ROPE_FACTORS), self.gguf.tensors[ROPE_FACTORS].type, (-1,)).astype(np.float64)
+        found = np.array(self._factors(ROPE_FACTORS))
         scaling = {
             "rope_type": "llama3",
             "factor": float(found.max()),
@@ -178,18 +209,6 @@ class GgufCheckpoint:
                 "which is not served; use the safetensors version of the model"
             )
         return scaling
-
-
-def hf_name(name: str, path: pathlib.Path) -> str:
-    """The Hugging Face name of a GGUF tensor."""
-    if name in MODEL_NAMES:
-        return MODEL_NAMES[name]
-    match = LAYER.fullmatch(name)
-    if match is None or match[2] not in LAYER_NAMES:
-        raise CheckpointError(
-            f"{path}: tensor {name} is of no known kind; the model needs something that is not served"
-        )
-    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
 
 
 def unpermute(raw: np.ndarray, heads: int, dimensions: int) -> np.ndarray:

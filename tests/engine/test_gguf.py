@@ -213,7 +213,6 @@ def test_linear_scaling(tmp_path):
     "change, part",
     [
         (lambda writer: writer.add_rope_dimension_count(4), "rope.dimension_count"),
-        (lambda writer: writer.add_expert_count(8), "experts"),
         (lambda writer: writer.add_uint16("split.count", 2), "one of 2 parts"),
     ],
 )
