@@ -5,10 +5,8 @@ The error's text completes a sentence that begins with the field's name: "must b
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,14 +22,30 @@ MAX_COMPLETION_LOGPROBS = 5
 MAX_PROMPTS = 1024
 MAX_REQUEST_ID = 256  # characters
 MAX_GRAMMAR = 65_536  # characters of a schema, expression or grammar: server.guided.MAX_LENGTH
-MAX_TOOLS = 128
 
 Check = Callable[[Any], Any]
+Json = dict[str, Any]
+
+
+def described(schema: Json) -> Callable[[Check], Check]:
+    """Notes what a check allows as a JSON schema, for the API's description (``server/proxy/openapi.py``)."""
+
+    def note(check: Check) -> Check:
+        check.schema = schema  # type: ignore[attr-defined]
+        return check
+
+    return note
+
+
+def schema_of(check: Check) -> Json:
+    """What a check allows, as a JSON schema; it may allow less."""
+    return getattr(check, "schema", {})
 
 
 def integer(low: int, high: int) -> Check:
     allowed = f"must be an integer from {low} to {high}"
 
+    @described({"type": "integer", "minimum": low, "maximum": high})
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
             raise ValueError(allowed)
@@ -48,6 +62,7 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
         else f"must be a number from {low:g} to {high:g}"
     )
 
+    @described({"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high})
     def check(value: Any) -> float:
         if type(value) not in (int, float):
             raise ValueError(allowed)
@@ -62,12 +77,14 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
     return check
 
 
+@described({"type": "boolean"})
 def boolean(value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError("must be true or false")
     return value
 
 
+@described({"type": "string"})
 def string(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a string")
@@ -88,6 +105,7 @@ def request_id(value: Any) -> str:
     return value
 
 
+@described({"type": "object"})
 def json_object(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
@@ -95,6 +113,16 @@ def json_object(value: Any) -> Mapping[str, Any]:
     return value
 
 
+@described({
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        {
+            "type": "array",
+            "maxItems": MAX_STOP_STRINGS,
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        },
+    ]
+})
 def stop_strings(value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or len(values) > MAX_STOP_STRINGS:
@@ -106,6 +134,7 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
+@described({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}})
 def token_ids(value: Any, limit: int | None = None) -> tuple[int, ...]:
     """Token ids; whether the model knows them is checked later."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
@@ -118,6 +147,11 @@ def token_ids(value: Any, limit: int | None = None) -> tuple[int, ...]:
     return tuple(value)
 
 
+@described({
+    "type": "object",
+    "maxProperties": MAX_LOGIT_BIAS,
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+})
 def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise ValueError("must be an object of token ids and numbers from -100 to 100")
@@ -138,6 +172,32 @@ def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(entries)
 
 
+@described({
+    "type": "array",
+    "maxItems": MAX_STOP_TOKEN_IDS,
+    "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+})
+def stop_token_ids(value: Any) -> tuple[int, ...]:
+    return token_ids(value, MAX_STOP_TOKEN_IDS)
+
+
+@described({"type": "string"})
+def prompt(value: Any) -> tuple[str]:
+    """The only prompt of a request, as text."""
+    return (string(value),)
+
+
+_IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
+
+
+@described({
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+})
 def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     """A string, strings, token ids or lists of token ids, as one tuple of prompts."""
     if isinstance(value, str):
@@ -158,107 +218,10 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     raise ValueError(allowed)
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """OpenAI's messages, with text parts joined to one string and ``developer`` spelled ``system``, as templates know
-    it."""
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a non-empty list of messages")
-    messages = []
-    for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise ValueError(f"must be a list of objects; [{index}] is not an object")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"[{index}].role must be one of {', '.join(ROLES)}, not {shown(role)}")
-        content = _content(message.get("content"), index)
-        if content is None and not (role == "assistant" and message.get("tool_calls")):
-            raise ValueError(f"[{index}].content must be a string or a list of text parts")
-        kept = {key: value for key, value in message.items() if value is not None}
-        if "tool_calls" in kept:
-            kept["tool_calls"] = _past_calls(kept["tool_calls"], index)
-        messages.append(kept | {"role": "system" if role == "developer" else role, "content": content})
-    string(json.dumps(messages, ensure_ascii=False))  # names, tool calls and all
-    return tuple(messages)
-
-
-def _content(value: Any, index: int) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(f"[{index}].content must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'[{index}].content: only parts {{"type": "text", "text": string}} are supported')
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _past_calls(value: Any, index: int) -> list[dict[str, Any]]:
-    """Calls that the assistant made. Templates expect arguments as an object, where OpenAI has its JSON text."""
-    if not isinstance(value, list):
-        raise ValueError(f"[{index}].tool_calls must be a list")
-    calls = []
-    for call in value:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f'[{index}].tool_calls must have {{"id": string, "type": "function", "function": object}}')
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"[{index}].tool_calls must have a JSON object as function.arguments")
-        calls.append(call | {"type": "function", "function": function | {"arguments": arguments}})
-    return calls
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolName:
-    """A ``tool_choice`` that names a function."""
-
-    name: str
-
-
-def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """OpenAI's tools, of which the only type is ``function``."""
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise ValueError(f"must be a list of up to {MAX_TOOLS} tools")
-    names = set()
-    for index, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise ValueError(f'[{index}] must be {{"type": "function", "function": object}}')
-        function = tool["function"]
-        name = function.get("name")
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-            raise ValueError(f"[{index}].function.name must be 1 to 64 letters, digits, dots, dashes and underscores")
-        if name in names:
-            raise ValueError(f"[{index}].function.name is that of another tool: {name}")
-        names.add(name)
-        if not isinstance(function.get("parameters", {}), (dict, type(None))):
-            raise ValueError(f"[{index}].function.parameters must be a JSON schema (an object)")
-    string(json.dumps(value, ensure_ascii=False))
-    return tuple(value)
-
-
-def tool_choice(value: Any) -> str | ToolName:
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return value
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if isinstance(function, dict) and isinstance(function.get("name"), str):
-        return ToolName(function["name"])
-    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": string}}')
-
-
 def only(*allowed: Any, because: str) -> Check:
     """A field of which only these values are supported."""
 
+    @described({"enum": list(allowed)} if allowed else {"type": "null"})
     def check(value: Any) -> None:
         if not any(type(value) is type(item) and value == item for item in allowed):
             raise ValueError(because)
@@ -266,6 +229,7 @@ def only(*allowed: Any, because: str) -> Check:
     return check
 
 
+@described({"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR})
 def grammar(value: Any) -> str:
     """A regular expression or grammar; whether it can be compiled is found out later."""
     if not string(value) or len(value) > MAX_GRAMMAR:
@@ -273,28 +237,16 @@ def grammar(value: Any) -> str:
     return value
 
 
+@described({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR}]})
 def json_schema(value: Any) -> str:
     """A JSON schema, given as an object or as its JSON text; returned as text."""
     return grammar(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
 
 
-def response_format(value: Any) -> str | None:
-    """OpenAI's ``response_format`` as the text of a JSON schema; `None` for free text."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return '{"type": "object"}'
-    if kind != "json_schema":
-        raise ValueError("must be an object whose type is text, json_object or json_schema")
-    inner = value.get("json_schema")
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise ValueError('of type json_schema must have {"json_schema": {"name": string, "schema": object}}')
-    if not isinstance(inner.get("strict"), (bool, type(None))):
-        raise ValueError("must have true or false as json_schema.strict")
-    return json_schema(inner["schema"])
-
-
+@described({
+    "type": "object",
+    "properties": {"include_usage": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+})
 def stream_options(value: Any) -> bool:
     if not isinstance(value, dict):
         raise ValueError("must be an object")

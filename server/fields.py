@@ -17,8 +17,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from server import checks
-from server.checks import Check, ToolName
+from server import chat_checks, checks
+from server.chat_checks import ToolName
+from server.checks import Check
 from server.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ SAMPLING: Table = {
     "repetition_penalty": Field("repetition_penalty", checks.number(1e-3, 1e3)),
     "seed": Field("seed", checks.integer(0, checks.INT64_MAX)),
     "stop": Field("stop", checks.stop_strings),
-    "stop_token_ids": Field("stop_token_ids", lambda value: checks.token_ids(value, checks.MAX_STOP_TOKEN_IDS)),
+    "stop_token_ids": Field("stop_token_ids", checks.stop_token_ids),
     "min_tokens": Field("min_tokens", checks.integer(0, checks.INT32_MAX)),
     "ignore_eos": Field("ignore_eos", checks.boolean),
     "logit_bias": Field("logit_bias", checks.logit_bias),
@@ -116,7 +117,7 @@ _OPENAI: Table = _HTTP | {
 }
 
 GENERATE: Table = _HTTP | {
-    "prompt": Field("prompt", lambda value: (checks.string(value),)),
+    "prompt": Field("prompt", checks.prompt),
     "n": Field("n", checks.only(1, because="must be 1 on /generate; /v1/completions takes more")),
     "logprobs": Field("", checks.only(because="is not available on /generate; use /v1/completions")),
 }
@@ -130,14 +131,14 @@ COMPLETIONS: Table = _OPENAI | {
 }
 
 CHAT: Table = _OPENAI | {
-    "messages": Field("messages", checks.chat_messages),
+    "messages": Field("messages", chat_checks.chat_messages),
     "max_tokens": Field("max_tokens", checks.integer(1, checks.INT32_MAX)),
     "max_completion_tokens": Field("max_completion_tokens", checks.integer(1, checks.INT32_MAX)),
     "logprobs": Field("logprobs", checks.boolean),
     "top_logprobs": Field("top_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
-    "response_format": Field("response_schema", checks.response_format),
-    "tools": Field("tools", checks.tools),
-    "tool_choice": Field("tool_choice", checks.tool_choice),
+    "response_format": Field("response_schema", chat_checks.response_format),
+    "tools": Field("tools", chat_checks.tools),
+    "tool_choice": Field("tool_choice", chat_checks.tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", checks.boolean),
     "functions": Field("", checks.only([], because="is not supported; use tools")),
     "function_call": Field("", checks.only("none", because="is not supported; use tool_choice")),

@@ -46,11 +46,9 @@ class Tokenizer(Protocol):
 class Matcher:
     """Follows one sample. Used by one thread at a time."""
 
-    def __init__(self, native: llguidance.LLMatcher, param: str, vocab_size: int, eos: np.ndarray, *, ignore_eos: bool):
+    def __init__(self, guide: Guide, native: llguidance.LLMatcher, *, ignore_eos: bool):
+        self._guide = guide
         self._native = native
-        self._param = param
-        self._vocab_size = vocab_size
-        self._eos = eos
         self._ignore_eos = ignore_eos
         self.finished = False  # the text is complete and nothing can follow
 
@@ -60,11 +58,11 @@ class Matcher:
         Raises:
             InvalidRequest: the grammar has become too complex to go on, or no token of the model goes on with it.
         """
-        mask = fit(self._native.compute_bitmask(), self._vocab_size)
+        mask = self._guide.fit(self._native.compute_bitmask())
         if self._native.is_error():
             raise self._failed(self._native.get_error())
-        if self._ignore_eos and np.any(mask & ~self._eos):
-            mask &= ~self._eos
+        if self._ignore_eos and (others := self._guide.without_eos(mask)).any():
+            mask = others
         if not mask.any():
             raise self._failed("no token of the model can follow")
         return mask
@@ -80,7 +78,8 @@ class Matcher:
         self.finished = self._native.is_stopped()
 
     def _failed(self, reason: str) -> InvalidRequest:
-        return InvalidRequest(f"{self._param} cannot be followed any further: {_short(reason)}", param=self._param)
+        param = self._guide.param
+        return InvalidRequest(f"{param} cannot be followed any further: {_short(reason)}", param=param)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +88,20 @@ class Guide:
 
     param: str
     _prototype: llguidance.LLMatcher
+    _ids: int  # those below it may be allowed
     _vocab_size: int
-    _eos: np.ndarray
+    _eos: np.ndarray  # a mask
 
     def matcher(self, *, ignore_eos: bool = False) -> Matcher:
         """For one sample. With ``ignore_eos`` EOS is allowed only where nothing else is."""
-        return Matcher(
-            self._prototype.deep_copy(), self.param, self._vocab_size, self._eos, ignore_eos=ignore_eos
-        )
+        return Matcher(self, self._prototype.deep_copy(), ignore_eos=ignore_eos)
+
+    def fit(self, bits: bytes) -> np.ndarray:
+        """A mask of the tokenizer's vocabulary as one of the model's."""
+        return fit(bits, self._ids, self._vocab_size)
+
+    def without_eos(self, mask: np.ndarray) -> np.ndarray:
+        return mask & ~self._eos
 
 
 class Guides:
@@ -110,7 +115,8 @@ class Guides:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int):
         self._tokenizer = tokenizer
-        self._eos = [token for token in eos_token_ids if 0 <= token < min(tokenizer.vocab_size, vocab_size)]
+        known = [token for token in eos_token_ids if 0 <= token < min(tokenizer.vocab_size, vocab_size)]
+        self._eos = known or [tokenizer.vocab_size]  # llguidance needs one; an id that is nobody's is never allowed
         self._vocab_size = vocab_size
         self._native: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
@@ -145,8 +151,6 @@ class Guides:
     def _compile(self, param: str, text: str) -> Guide:
         import llguidance
 
-        if not self._eos:
-            raise InvalidRequest(f"{param} is not supported: the tokenizer knows no EOS token", param=param)
         try:
             grammar = _grammar(param, text)
         except (ValueError, RecursionError) as error:
@@ -155,13 +159,14 @@ class Guides:
         native = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         if native.is_error():
             raise _refused(param, native.get_error())
-        eos = np.zeros(self._vocab_size, bool)
-        eos[self._eos] = True
-        eos_mask = fit(np.packbits(eos, bitorder="little").tobytes(), self._vocab_size)
-        guide = Guide(param, native, self._vocab_size, eos_mask)
+        ids = min(self._tokenizer.vocab_size, self._vocab_size)
+        eos = np.zeros(ids, bool)
+        eos[[token for token in self._eos if token < ids]] = True
+        eos_mask = fit(np.packbits(eos, bitorder="little").tobytes(), ids, self._vocab_size)
+        guide = Guide(param, native, ids, self._vocab_size, eos_mask)
         first = native.deep_copy()
-        mask = fit(first.compute_bitmask(), self._vocab_size)
-        if not np.any(mask & ~guide._eos) and not first.is_accepting():
+        mask = fit(first.compute_bitmask(), ids, self._vocab_size)
+        if not np.any(mask & ~eos_mask) and not first.is_accepting():
             raise _refused(param, "it matches no text")
         return guide
 
@@ -186,17 +191,23 @@ class _Vocabulary:
         self.eos_token_id = eos[0]
         self.tokens = [tokenizer.token_bytes(id) for id in ids]
         self.special_token_ids = [id for id in ids if tokenizer.is_special(id)]
+        if eos[0] == tokenizer.vocab_size:
+            self.tokens.append(b"<end>")
+            self.special_token_ids.append(eos[0])
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_bos=False)
 
 
-def fit(bits: bytes, vocab_size: int) -> np.ndarray:
-    """A bit mask of the tokenizer's vocabulary as one of the model's: uint32 [ceil(vocab_size / 32)]."""
+def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
+    """A bit mask whose first ``ids`` bits count as one of the model's: uint32 [ceil(vocab_size / 32)]."""
     mask = np.zeros(-(-vocab_size // 32) * 4, np.uint8)
-    known = np.frombuffer(bits, np.uint8)[: len(mask)]
-    mask[: len(known)] = known
+    whole, rest = divmod(ids, 8)
+    known = np.frombuffer(bits, np.uint8)
+    mask[:whole] = known[:whole]
+    if rest:
+        mask[whole] = known[whole] & (1 << rest) - 1
     return mask.view(np.uint32)
 
 

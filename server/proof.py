@@ -34,6 +34,7 @@ OPTIONS: tuple[dict, ...] = (
     {"logit_bias": {0: -100.0}, "min_tokens": 2, "stop_token_ids": [0]},
     {"prompt_logprobs": 3, "logprobs": 0},
     {"temperature": 1.0, "seed": 3, "presence_penalty": 0.1, "logprobs": 1, "logit_bias": {1: 1.0}},
+    {"guided_regex": "(.|\\n)+"},
 )
 
 

@@ -23,7 +23,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
-from server import checks, fields, validation, wire
+from server import chat_checks, checks, fields, validation, wire
 from server.errors import InternalError, InvalidRequest, ServerError, Unavailable
 from server.fields import RequestFields
 from server.guided import Guide, Guides
@@ -402,7 +402,7 @@ def _render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -
 
 def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:
     try:
-        tools = checks.tools(_json(request.tools, "tools", list))
+        tools = chat_checks.tools(_json(request.tools, "tools", list))
     except ValueError as error:
         raise InvalidRequest(f"tools {error}", param="tools") from None
     if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:

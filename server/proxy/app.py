@@ -20,9 +20,10 @@ from starlette.routing import Route
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
 from server import checks, fields, wire
-from server.checks import ToolName
+from server.chat_checks import ToolName
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.fields import RequestFields
+from server.proxy import openapi
 from server.proxy.http import (
     EventStream,
     Front,
@@ -69,6 +70,7 @@ def make_app(addresses: Sequence[str], *, api_keys: Sequence[str] = (), ca: Path
         Route("/ready", proxy.ready),
         Route("/warmup", proxy.warmup),
         Route("/metrics", proxy.metrics),
+        Route("/openapi.json", proxy.openapi),
         Route("/", proxy.page),
     ]
     app = Starlette(
@@ -246,6 +248,9 @@ class Proxy:
             assert refusal is not None
             raise refusal
         return PlainTextResponse(merge(texts), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi.document())
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))

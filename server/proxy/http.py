@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 BODY_LIMIT = 16 * 2**20  # bytes
 MAX_DEPTH = 64  # of nested lists and objects
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/warmup"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/warmup", "/openapi.json"})
 Result = TypeVar("Result")
 
 

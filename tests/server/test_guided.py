@@ -129,10 +129,17 @@ def test_compiled_grammars_are_kept():
 
 
 def test_a_model_with_a_smaller_vocabulary_than_its_tokenizer():
-    assert fit(b"\xff" * 9, 40).tolist() == [2**32 - 1, 2**32 - 1]
-    assert fit(b"\xff", 40).tolist() == [255, 0]
-    with pytest.raises(InvalidRequest, match="no EOS"):
-        Guides(ByteTokenizer(), (EOS,), 256).compile("guided_regex", "a")
+    assert fit(b"\xff" * 9, 35, 40).tolist() == [2**32 - 1, 7]
+    assert fit(b"\xff", 8, 40).tolist() == [255, 0]
+    guide = Guides(ByteTokenizer(), (EOS,), 258).compile("guided_regex", "a?")
+    mask = guide.matcher().mask()
+    assert [token for token in range(288) if mask[token // 32] >> (token % 32) & 1] == [ord("a"), EOS]
+
+
+def test_a_model_without_an_eos_token_ends_where_nothing_can_follow():
+    guide = Guides(ByteTokenizer(), (), VOCAB).compile("guided_regex", "ab?")
+    assert allowed(after(guide, "a").mask()) == {ord("b")}
+    assert after(guide, "ab").finished
 
 
 # Through the orchestrator.

@@ -1,0 +1,255 @@
+"""The HTTP API's description, ``GET /openapi.json``: OpenAPI 3.1, made from the tables that requests are checked by.
+
+Request schemas come from ``server/fields.py`` and the checks; what depends on the model (lengths, token ids) or on
+several fields at once is refused with 400 beyond what a schema can say.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from server import checks, fields
+from server.fields import Table
+
+Json = dict[str, Any]
+
+VERSION = "1"  # of the API
+
+ABOUT = {
+    "prompt": "The text to continue; on /v1/completions also several texts, token ids, or several lists of ids.",
+    "messages": "The conversation. Content is text or a list of text parts.",
+    "max_tokens": "The most tokens to generate for each sample; 0 scores the prompt only.",
+    "max_completion_tokens": "OpenAI's newer name of max_tokens.",
+    "n": "Samples for each prompt.",
+    "best_of": "Must equal n.",
+    "temperature": "0 is greedy. Absent: the model's generation_config.json, else 1; on /generate 0.",
+    "top_k": "Keep the k most probable tokens; 0 and -1 keep all.",
+    "top_p": "Keep the most probable tokens that together have this probability.",
+    "min_p": "Keep tokens at least this many times as probable as the most probable one.",
+    "presence_penalty": "Subtracted from the logits of tokens that were generated before.",
+    "frequency_penalty": "Subtracted once for each time a token was generated.",
+    "repetition_penalty": "Divides the logits of tokens of the prompt and the answer; 1 is off.",
+    "seed": "The same seed gives the same tokens.",
+    "stop": "Generation ends before the first of these strings.",
+    "stop_token_ids": "Token ids that end generation, beside EOS.",
+    "min_tokens": "EOS and stop tokens cannot come before so many tokens.",
+    "ignore_eos": "EOS does not end generation.",
+    "logit_bias": "Token ids (as strings) and what is added to their logits.",
+    "priority": "Lower goes first; 0 is the default.",
+    "model": "The served model's name, if it is to be checked.",
+    "guided_json": "The answer keeps to this JSON schema (an object, or its text).",
+    "guided_regex": "The whole answer matches this regular expression (Rust's syntax, no look-around).",
+    "guided_grammar": "The answer keeps to this grammar (Lark or GBNF).",
+    "stream": "Server-sent events, the last of them [DONE].",
+    "stream_options": "include_usage: a last event with the usage.",
+    "user": "Not used.",
+    "echo": "The prompt comes back before the answer.",
+    "logprobs": "Log-probs of the tokens: on /v1/completions with so many alternatives, on chat true or false.",
+    "top_logprobs": "Alternatives of each token, with logprobs.",
+    "suffix": "Not supported.",
+    "response_format": "Free text, a JSON object, or JSON by a schema.",
+    "tools": "Functions that the model may call.",
+    "tool_choice": "Whether it may, must not, or must call one, or which it must call.",
+    "parallel_tool_calls": "False: at most one call.",
+    "functions": "Not supported; use tools.",
+    "function_call": "Not supported; use tool_choice.",
+    "continue_final_message": "The answer goes on with the last message, which is the assistant's.",
+    "add_generation_prompt": "The prompt ends with the beginning of the assistant's turn (the default).",
+    "chat_template_kwargs": "Further variables of the model's chat template.",
+}
+
+_NUMBER_OR_NULL: Json = {"anyOf": [{"type": "number"}, {"type": "null"}]}
+_STRING_OR_NULL: Json = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+def _object(**properties: Json) -> Json:
+    """An object of which everything named is there."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _reasons(*more: str) -> Json:
+    return {"type": "string", "enum": ["stop", "length", *more]}
+
+
+def _schemas() -> Json:
+    string, integer = {"type": "string"}, {"type": "integer"}
+    token = _object(token=string, logprob={"type": "number"}, bytes=_list(integer))
+    function = _object(name=string, arguments=string)
+    call = _object(id=string, type={"type": "string", "enum": ["function"]}, function=function)
+    message = _object(role={"type": "string", "enum": ["assistant"]}, content=_STRING_OR_NULL)
+    message["properties"]["tool_calls"] = _list(call)
+    envelope = {"id": string, "created": integer, "model": string}
+    completion = _object(
+        index=integer,
+        text=string,
+        finish_reason=_reasons(),
+        logprobs=_or_null(
+            _object(
+                tokens=_list(string),
+                token_logprobs=_list(_NUMBER_OR_NULL),
+                top_logprobs=_list(_or_null({"type": "object", "additionalProperties": {"type": "number"}})),
+                text_offset=_list(integer),
+            )
+        ),
+    )
+    chat = _object(
+        index=integer,
+        message=message,
+        finish_reason=_reasons("tool_calls"),
+        logprobs=_or_null(
+            _object(content=_list({**token, "properties": token["properties"] | {"top_logprobs": _list(token)}}))
+        ),
+    )
+    return {
+        "GenerateRequest": _request(fields.GENERATE, "prompt"),
+        "CompletionRequest": _request(fields.COMPLETIONS, "prompt"),
+        "ChatRequest": _request(fields.CHAT, "messages"),
+        "TokenizeRequest": _object(text=checks.schema_of(checks.string)),
+        "DetokenizeRequest": _object(tokens=checks.schema_of(checks.token_ids)),
+        "Generated": _object(response=string),
+        "Completion": _object(
+            object={"type": "string", "enum": ["text_completion"]},
+            choices=_list(completion),
+            usage=_ref("Usage"),
+            **envelope,
+        ),
+        "ChatCompletion": _object(
+            object={"type": "string", "enum": ["chat.completion"]}, choices=_list(chat), usage=_ref("Usage"), **envelope
+        ),
+        "Usage": _object(
+            prompt_tokens=integer,
+            completion_tokens=integer,
+            total_tokens=integer,
+            prompt_tokens_details=_object(cached_tokens=integer),
+        ),
+        "Model": _object(
+            id=string,
+            object={"type": "string", "enum": ["model"]},
+            created=integer,
+            owned_by=string,
+            max_model_len=_or_null(integer),
+        ),
+        "Models": _object(object={"type": "string", "enum": ["list"]}, data=_list(_ref("Model"))),
+        "Tokens": _object(tokens=_list(integer)),
+        "Text": _object(text=string),
+        "Health": _object(status={"type": "string", "enum": ["ok"]}, state=string),
+        "Ready": _object(state={"type": "string", "enum": ["ready"]}),
+        "Error": _object(
+            error=_object(message=string, type=string, code=_STRING_OR_NULL, param=_STRING_OR_NULL),
+        ),
+    }
+
+
+def _request(table: Table, *required: str) -> Json:
+    """A request body. `null` is the same as absent; fields that are not named are ignored."""
+    properties = {}
+    for name, field in table.items():
+        schema = dict(checks.schema_of(field.check))
+        properties[name] = {**(schema if name in required else _or_null(schema)), "description": ABOUT[name]}
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+_ERRORS = {
+    400: "The request is not valid; param names the field.",
+    401: "An API key is required.",
+    404: "Another model is served.",
+    413: "The body is too large.",
+    429: "The queue is full; Retry-After says when to return.",
+    500: "A fault of the server.",
+    503: "Starting, draining or dead; Retry-After says when to return.",
+    504: "The request took longer than --request-timeout.",
+}
+_OF_ALL = (401, 500, 503)
+
+
+def _answers(schema: str, *errors: int, stream: bool = False) -> Json:
+    content: Json = {"application/json": {"schema": _ref(schema)}}
+    if stream:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    answers: Json = {"200": {"description": "The answer.", "content": content}}
+    for status in sorted(errors):
+        answers[str(status)] = {
+            "description": _ERRORS[status],
+            "content": {"application/json": {"schema": _ref("Error")}},
+        }
+    return answers
+
+
+def _post(summary: str, request: str, answer: str, *errors: int, stream: bool = False) -> Json:
+    return {
+        "post": {
+            "summary": summary,
+            "operationId": request.removesuffix("Request").lower(),
+            "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+            "responses": _answers(answer, 400, 413, *_OF_ALL, *errors, stream=stream),
+        }
+    }
+
+
+def _get(summary: str, responses: Json, *, open: bool = True, parameters: list[Json] | None = None) -> Json:
+    operation: Json = {"summary": summary, "responses": responses}
+    if open:
+        operation["security"] = []
+    if parameters:
+        operation["parameters"] = parameters
+    return {"get": operation}
+
+
+def _plain(media: str, schema: Json | None = None, *errors: int) -> Json:
+    content = {media: {"schema": schema or {"type": "string"}}}
+    answers: Json = {"200": {"description": "The answer.", "content": content}}
+    return answers | {key: value for key, value in _answers("Error", *errors).items() if key != "200"}
+
+
+@functools.cache
+def document() -> Json:
+    """The description of all routes."""
+    limits = (404, 429, 504)
+    name: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths = {
+        "/generate": _post("Continues a text", "GenerateRequest", "Generated", *limits, stream=True),
+        "/v1/completions": _post("OpenAI's completions", "CompletionRequest", "Completion", *limits, stream=True),
+        "/v1/chat/completions": _post(
+            "OpenAI's chat completions", "ChatRequest", "ChatCompletion", *limits, stream=True
+        ),
+        "/v1/models": _get("The served model", _answers("Models", *_OF_ALL), open=False),
+        "/v1/models/{name}": _get(
+            "The served model by name", _answers("Model", 404, *_OF_ALL), open=False, parameters=[name]
+        ),
+        "/tokenize": _post("Token ids of a text", "TokenizeRequest", "Tokens"),
+        "/detokenize": _post("The text of token ids", "DetokenizeRequest", "Text"),
+        "/health": _get("Whether the server can serve or is still starting", _answers("Health", 503)),
+        "/ready": _get("Whether requests are answered now", _answers("Ready", 503)),
+        "/warmup": _get("The warmup report", _plain("application/json", {"type": "object"}, 503)),
+        "/metrics": _get("Prometheus metrics", _plain("text/plain", None, 503)),
+        "/openapi.json": _get("This description", _plain("application/json", {"type": "object"})),
+        "/": _get("A page for people", _plain("text/html")),
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Preheat",
+            "version": VERSION,
+            "description": "An inference server for large language models on JAX. Every answer has the header "
+            "x-request-id: the one that was sent, or a new one.",
+        },
+        "security": [{"bearer": []}, {}],
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(),
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
