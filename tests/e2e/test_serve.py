@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import pathlib
+import re
 
 import grpc
 import httpx
@@ -70,6 +71,13 @@ SAMPLING = [
     {"logit_bias": {"5": 3.5, "7": -100}}, {"stop": ["a", "bc"]}, {"stop_token_ids": [3]}, {"min_tokens": 3}, {"ignore_eos": True},
     {"n": 2, "temperature": 1}, {"logprobs": 0}, {"logprobs": 5}, {"echo": True}, {"echo": True, "logprobs": 2},
     {"echo": True, "logprobs": 1, "max_tokens": 0}, {"stream": True, "logprobs": 1}, {"priority": -1},
+    {"guided_regex": "[0-9]+"}, {"guided_json": {"type": "object"}, "temperature": 1, "n": 2},
+    {"guided_grammar": 'start: "a" /[a-z]/+', "stream": True, "logprobs": 1, "presence_penalty": 1},
+]  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHAT = [
+    {}, {"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 20}, {"guided_regex": "(yes|no)!*"},
+    {"continue_final_message": True, "messages": [{"role": "assistant", "content": "well"}]}, {"tools": [TOOL], "tool_choice": "none"},
 ]  # fmt: skip
 
 
@@ -96,10 +104,31 @@ def test_no_option_and_no_length_compiles(server):
         for length in (150, 150, 70, 33, 32, 100):
             body = {"model": "tiny", "prompt": shared[:length], "max_tokens": 2}
             assert httpx.post(url, json=body, timeout=120).status_code == 200
+    for options in CHAT:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **options}
+        response = httpx.post(f"{server.http}/v1/chat/completions", json=body, timeout=120)
+        assert response.status_code == 200, (body, response.text)
     # Refused, cancelled.
+    assert httpx.post(url, json={"model": "tiny", "prompt": "a", "guided_json": {"type": "strin"}}).status_code == 400
     assert httpx.post(url, json={"model": "tiny", "prompt": [999], "max_tokens": 1}).status_code == 400
     with httpx.stream("POST", url, json={"model": "tiny", "prompt": [1], "max_tokens": 150, "stream": True}) as response:
         next(response.iter_lines())
+    server.assert_nothing_compiled()
+
+
+def test_guided_rows_beside_others_keep_to_their_grammar(server):
+    """Half of the clients are guided; the others get the tokens that they get alone."""
+    def guided(seed):
+        body = {"model": "tiny", "prompt": [seed], "max_tokens": 20, "guided_regex": "[0-9]{3}-[a-f]{5}", "seed": seed}
+        choice = httpx.post(f"{server.http}/v1/completions", json=body, timeout=120).json()["choices"][0]
+        return choice["text"], choice["finish_reason"]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        texts = threads.map(guided, range(6))
+        tokens = threads.map(lambda index: decode(server, PROMPTS[index], 64), range(4))
+        for text, reason in texts:
+            assert re.fullmatch("[0-9]{3}-[a-f]{5}", text) and reason == "stop"
+        assert list(tokens) == ANSWERS
     server.assert_nothing_compiled()
 
 
