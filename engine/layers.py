@@ -7,11 +7,27 @@ import jax.numpy as jnp
 
 SWIGLU_GAIN, SWIGLU_LIMIT = 1.702, 7.0  # of ``clamped_swiglu``: GPT-OSS's
 
+FEW_ROWS = 32  # up to so many rows, a CPU takes the weight as left operand
+
 
 def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [rows, in] times weight [out, in], the weight as left operand: [rows, out]."""
-    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
+    """x [rows, in] times weight [out, in]: [rows, out]."""
+    if 1 < x.shape[0] <= FEW_ROWS:
+        y = jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
+    else:
+        y = _product(weight, x)
     return y if bias is None else y + bias[None]
+
+
+def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
+
+
+def _few_rows_on_cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """The weight stays the left operand. XLA would swap the two, and its CPU library then transposes the whole weight at every
+    call; the barriers keep it from seeing that it could (docs/decisions.md has the figures)."""
+    barrier = jax.lax.optimization_barrier
+    return barrier(jax.lax.dot_general(weight, barrier(x.T), (((1,), (0,)), ((), ())))).T
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False) -> jax.Array:
