@@ -2,6 +2,7 @@
 of prompts in chunks, and 64 greedy steps, past windows and original lengths."""
 
 import pathlib
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from jax_harness import Runner, make_engine
 
-from engine import functions
+from engine import families, functions
 
 FAMILIES = pathlib.Path(__file__).parents[1] / "golden" / "families"
 WEIGHTS = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama" / "model.safetensors"
-CASES = sorted(folder.name for folder in FAMILIES.iterdir())
+EXAMPLE = "seed_oss"
+CASES = sorted({folder.name for folder in FAMILIES.iterdir()} - {EXAMPLE})
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 MIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "qwen2", "smollm3")  # layers of several kinds
 LAYOUT = {"slots": 2, "max_len": 192, "kv_pages": 1 + 2 * 12, "prefill_buckets": (32,), "batch_sizes": (2,)}
 
@@ -85,8 +88,10 @@ RESTART = {"phi3": 65, "rope_longrope": 65}
 
 
 @pytest.mark.parametrize("folder", CASES, indirect=True)
-def test_unrolled(folder, request):
-    run(folder, RESTART.get(request.node.callspec.params["folder"]))
+def test_each(folder, request):
+    """Layers of families are unrolled; those of RoPE kinds scanned, which compiles faster."""
+    name = request.node.callspec.params["folder"]
+    run(folder, RESTART.get(name), layers="scanned" if name.startswith("rope_") else "unrolled")
 
 
 @pytest.mark.parametrize("folder", MIXED_LAYERS, indirect=True)
@@ -97,3 +102,24 @@ def test_layers_of_several_kinds_in_one_scan(folder):
 @pytest.mark.parametrize("folder", ["olmo2", "mixtral", "gemma3"], indirect=True)
 def test_two_devices(folder):
     run(folder, layers="scanned", tp=2, page_size=32, kv_pages=1 + 2 * 6)
+
+
+@pytest.mark.parametrize("folder", ["gemma3", "gpt_oss", "olmo2"], indirect=True)
+def test_bfloat16(folder):
+    """Types fit together, and the log-probs are about right."""
+    golden = dict(np.load(folder / "golden.npz"))
+    runner = Runner(make_engine(folder, quick=True, **{**LAYOUT, "dtype": "bfloat16", "layers": "scanned"}))
+    sequence, pieces = runner.start(golden["prompt_1"].tolist(), 0, chunk=29, prompt_logprobs=True)
+    runner.step([sequence])
+    errors = np.abs(np.concatenate([piece.logprobs for piece in pieces])[:-1] - golden["next_1"])
+    assert np.median(errors) < 0.1
+
+
+def test_the_documentation_s_example_of_a_new_family(monkeypatch):
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) < 60
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["SEED_OSS"] not in families.FAMILIES
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, names["SEED_OSS"]))
+    run(FAMILIES / EXAMPLE)

@@ -140,6 +140,10 @@ FAMILIES = {
     ),
 }
 
+# What docs/models.md takes as its example of adding a family
+EXAMPLE = {"seed_oss": ("SeedOss", {"attention_out_bias": True}, (7, 60))}
+FAMILIES |= EXAMPLE
+
 # name: rope_parameters on top of tiny_llama's (theta 10,000, head_dim 32), max_position_embeddings, lengths
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 ROPES = {
