@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preheat")
 
+PROGRESS_SECONDS = 5.0  # between lines on how far warming is
 LAST_ANSWERS = 2.0  # seconds for answers on their way, health's among them, before the process ends
 
 
@@ -74,6 +75,7 @@ class Server:
         self.orchestrator: Orchestrator | None = None
         self.proxy: proxy_process.ProxyProcess | None = None
         self._ready = False
+        self._started = threading.Event()  # the start has ended, well or not
         self._ends: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()  # a signal, or what went wrong
 
     def run(self) -> int:
@@ -88,6 +90,7 @@ class Server:
                 _serve_metrics(self.config, self.metrics)
             logger.info("serving %sgRPC on %s; loading %s", self._http_part(), self.grpc.address, self.config.model)
             threading.Thread(target=self._start, name="start", daemon=True).start()
+            threading.Thread(target=self._log_progress, name="progress", daemon=True).start()
             return self._wait()
         finally:
             if self.proxy is not None:
@@ -103,6 +106,13 @@ class Server:
             self.report.fail(str(error))
             self.grpc.fail(str(error))
             self._ends.put(error)
+        finally:
+            self._started.set()
+
+    def _log_progress(self) -> None:
+        while not self._started.wait(PROGRESS_SECONDS):
+            if line := self.report.progress():
+                logger.info("warming: %s", line)
 
     def _make_ready(self) -> None:
         opened = open_model(self.config)

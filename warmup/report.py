@@ -206,6 +206,19 @@ class WarmupReport:
                 result["error"] = self._error
             return result
 
+    def progress(self) -> str | None:
+        """One line on how far warming is; `None` before the table is known and once all programs have run."""
+        with self._lock:
+            if self._began is None or self._state != "warming":
+                return None
+            touching = self._touching is not None
+            done = sum(row.touched if touching else row.source is not None for row in self._programs.values())
+            total, eta = len(self._programs), self._eta()
+        if touching and done == total:
+            return None
+        left = "" if eta is None else f", about {eta:.0f} s left"
+        return f"{done} of {total} programs {'have run' if touching else 'are compiled or loaded'}{left}"
+
     def _eta(self) -> float | None:
         """Seconds until every program has run, from the mean time of those done in the current phase (prepare, then
         touch)."""

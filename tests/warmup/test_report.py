@@ -83,6 +83,23 @@ def test_states_progress_and_eta(clock):
     assert (snapshot["state"], snapshot["eta_seconds"], snapshot["startup"]["seconds_total"]) == ("ready", 0, 6)
 
 
+def test_progress_is_a_line_until_all_have_run(clock):
+    report = WarmupReport("manual", started=100.0, clock=clock)
+    assert report.progress() is None
+    report.begin(["a", "b"])
+    assert report.progress() == "0 of 2 programs are compiled or loaded"
+    clock.now += 4
+    report.prepared("b", "compiled", ProgramMemory())
+    assert report.progress() == "1 of 2 programs are compiled or loaded, about 4 s left"
+    report.prepared("a", "compiled", ProgramMemory())
+    report.touching()
+    clock.now += 2
+    report.touched("a", 2.0)
+    assert report.progress() == "1 of 2 programs have run, about 2 s left"
+    report.touched("b", 0.5)
+    assert report.progress() is None
+
+
 def test_stages_are_timed(clock):
     report = WarmupReport("manual", started=100.0, clock=clock)
     with pytest.raises(RuntimeError), report.stage("weights"):
