@@ -81,6 +81,8 @@ def decode_request(prompt: str | Sequence[int], *, max_tokens: int = 0, n: int =
         n: samples.
         options: fields of ``DecodeRequest`` from number 20, such as ``temperature``, ``seed``, ``stop``.
     """
+    if isinstance(options.get("stop"), str):  # else each of its characters would be one
+        options["stop"] = [options["stop"]]
     request = DecodeRequest(max_tokens=max_tokens, num_samples=n, **options)
     if isinstance(prompt, str):
         request.text_content.text = prompt
