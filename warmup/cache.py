@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 from warmup import trust
 from warmup.store import check_manifest
 from warmup.trust import Untrusted
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 20 * 1024**3  # bytes
 
@@ -62,6 +65,17 @@ def prune(root: Path, limit: int, *, keep: Path | None = None, now: float | None
         size -= item.size
         removed.append(item)
     return removed
+
+
+def keep_within_limit(root: Path, *, keep: Path | None) -> None:
+    """What a start that has stored something does: prunes to `DEFAULT_LIMIT`. A cache that cannot be pruned is a warning."""
+    try:
+        removed = prune(root, DEFAULT_LIMIT, keep=keep)
+    except (OSError, Untrusted) as error:
+        logger.warning("warmup cache %s cannot be pruned: %s", root, error)
+        return
+    for item in removed:
+        logger.info("warmup cache: removed %s (%s), used longest ago", item.path.name, item.label)
 
 
 def _folders(root: Path) -> list[Path]:

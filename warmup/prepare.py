@@ -30,6 +30,7 @@ import jax
 from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program
 from warmup import aot, manual
+from warmup.cache import keep_within_limit
 from warmup.compiling import compile_programs, naming
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber, fingerprint
@@ -143,6 +144,8 @@ class Prepared:
             arguments={name: self._describer.describe(program) for name, program in programs.items()},
             groups=self._describer.groups,
         )
+        if self._store.writable and self._store.root is not None and not self.unchanged:
+            keep_within_limit(self._store.root, keep=self._store.folder)
 
     def _touch(self, engine: WarmableEngine, lane: Sequence[Program]) -> Sequence[Program]:
         """Runs programs one after another. Returns what is left of them where one that came from the store fails."""

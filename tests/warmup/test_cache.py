@@ -50,6 +50,16 @@ def test_the_least_recently_used_go_first(root):
     assert [path.name for path in (root / "programs").iterdir()] == ["c"]
 
 
+def test_a_start_that_stores_keeps_the_cache_within_its_limit(root, monkeypatch):
+    toy.warm("aot", root)
+    (first,) = list_cache(root)
+    os.utime(first.path, (100, 100))
+    monkeypatch.setattr("warmup.cache.DEFAULT_LIMIT", first.size * 3 // 2)
+    toy.warm("aot", root, config=toy.engine_config(max_len=32))
+    (second,) = list_cache(root)
+    assert "max-len 32" in second.label
+
+
 def test_jax_own_cache_counts_as_one(root):
     (root / "xla").mkdir(mode=0o700)
     (root / "xla" / "jit_f-0-cache").write_bytes(b"x" * 500)
