@@ -23,7 +23,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
-from server import chat_checks, checks, fields, validation, wire
+from server import checks, fields, validation, wire
+from server.chat_rendering import render_chat
 from server.errors import InternalError, InvalidRequest, ServerError, Unavailable
 from server.fields import RequestFields
 from server.guided import Guide, Guides
@@ -32,8 +33,7 @@ from server.metrics import Metrics, Outcome
 from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink
 from server.tokenizers import Tokenizer
-from server.tokenizers.chat import unmark
-from server.tools import ToolWriter, control_markers, tool_writer
+from server.tools import control_markers
 from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -281,7 +281,7 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
     async def RenderChat(self, request, context):  # noqa: N802
         async def answer():
             model = self._loaded()
-            return await self._work(_render_chat, model.tokenizer, request)
+            return await self._work(render_chat, model.tokenizer, request)
 
         return await self._answer(answer, context)
 
@@ -356,79 +356,5 @@ class HealthService(_Door, health_pb2_grpc.HealthServicer):
             await asyncio.sleep(self._watch_interval)
 
 
-def _render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -> preheat_pb2.RenderChatResponse:
-    messages = _json(request.messages, "messages", list)
-    variables = _json(request.template_kwargs or "{}", "chat_template_kwargs", dict)
-    template = tokenizer.chat_template
-    if template is None:
-        raise InvalidRequest(
-            "messages cannot be rendered: the model has no chat template; use /v1/completions", param="messages"
-        )
-    if not all(isinstance(message, dict) for message in messages):
-        raise InvalidRequest("messages must be a list of objects", param="messages")
-    for name in ("messages", "tools", "add_generation_prompt"):
-        if name in variables:
-            raise InvalidRequest(
-                f"chat_template_kwargs must not have {name}: it is a field of its own", param="chat_template_kwargs"
-            )
-    answer = preheat_pb2.RenderChatResponse()
-    tools = None
-    if request.HasField("tools"):
-        tools = _tools(request)
-        writer = _writer(tokenizer)
-        callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
-        parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
-        answer.tool_format = writer.format
-        answer.tool_grammar = writer.grammar(callable_tools, parallel=parallel)
-    sentinel = ""
-    if request.continue_final_message:
-        sentinel = secrets.token_hex(16)  # marks where the last message ends, whatever the template puts behind it
-        if not messages or not isinstance(messages[-1].get("content"), str):
-            raise InvalidRequest("messages must end with a text to go on with", param="messages")
-        messages[-1]["content"] += sentinel
-    add_prompt = not request.HasField("add_generation_prompt") or request.add_generation_prompt
-    text = template.render(
-        messages, tools=tools, add_generation_prompt=add_prompt and not request.continue_final_message, **variables
-    )
-    if sentinel:
-        text, found, _ = text.rpartition(sentinel)
-        if not found:
-            raise InvalidRequest("the model's chat template does not show the last message as it is", param="messages")
-    # The template spells the BOS token where the model wants one.
-    answer.text = unmark(text)
-    answer.token_ids.extend(tokenizer.encode(text, add_bos=False, parse_special=True))
-    return answer
-
-
-def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:
-    try:
-        tools = chat_checks.tools(_json(request.tools, "tools", list))
-    except ValueError as error:
-        raise InvalidRequest(f"tools {error}", param="tools") from None
-    if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:
-        raise InvalidRequest("tools must have the function that is to be called", param="tools")
-    return tools
-
-
-def _writer(tokenizer: Tokenizer) -> ToolWriter:
-    assert tokenizer.chat_template is not None
-    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
-    if writer is None:
-        raise InvalidRequest(
-            "tools cannot be shown to this model: its chat template does not know any; leave them out", param="tools"
-        )
-    return writer
-
-
 def _gauge(gauge: Any) -> int:
     return int(next(iter(gauge.collect())).samples[0].value)
-
-
-def _json(text: str, param: str, kind: type) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{param} must be valid JSON", param=param) from None
-    if not isinstance(value, kind):
-        raise InvalidRequest(f"{param} must be a JSON {'list' if kind is list else 'object'}", param=param)
-    return value

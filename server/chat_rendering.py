@@ -1,0 +1,94 @@
+"""A conversation as a prompt: the model's chat template, its tools, and a last message that is gone on with."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from protos import preheat_pb2
+from server import chat_checks
+from server.errors import InvalidRequest
+from server.tokenizers import Tokenizer
+from server.tokenizers.chat import unmark
+from server.tools import ToolWriter, tool_writer
+
+
+def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -> preheat_pb2.RenderChatResponse:
+    """What ``RenderChat`` answers.
+
+    Raises:
+        InvalidRequest: the template refuses the messages or knows no tools, or a field is not valid.
+    """
+    messages = _json(request.messages, "messages", list)
+    variables = _json(request.template_kwargs or "{}", "chat_template_kwargs", dict)
+    template = tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest(
+            "messages cannot be rendered: the model has no chat template; use /v1/completions", param="messages"
+        )
+    if not all(isinstance(message, dict) for message in messages):
+        raise InvalidRequest("messages must be a list of objects", param="messages")
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in variables:
+            raise InvalidRequest(
+                f"chat_template_kwargs must not have {name}: it is a field of its own", param="chat_template_kwargs"
+            )
+    answer = preheat_pb2.RenderChatResponse()
+    tools = None
+    if request.HasField("tools"):
+        tools = _tools(request)
+        writer = _writer(tokenizer)
+        callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
+        parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
+        answer.tool_format = writer.format
+        answer.tool_grammar = writer.grammar(callable_tools, parallel=parallel)
+    sentinel = ""
+    if request.continue_final_message:
+        sentinel = secrets.token_hex(16)  # marks where the last message ends, whatever the template puts behind it
+        if not messages or not isinstance(messages[-1].get("content"), str):
+            raise InvalidRequest("messages must end with a text to go on with", param="messages")
+        messages[-1]["content"] += sentinel
+    add_prompt = not request.HasField("add_generation_prompt") or request.add_generation_prompt
+    text = template.render(
+        messages, tools=tools, add_generation_prompt=add_prompt and not request.continue_final_message, **variables
+    )
+    if sentinel:
+        text, found, _ = text.rpartition(sentinel)
+        if not found:
+            raise InvalidRequest("the model's chat template does not show the last message as it is", param="messages")
+    # The template spells the BOS token where the model wants one.
+    answer.text = unmark(text)
+    answer.token_ids.extend(tokenizer.encode(text, add_bos=False, parse_special=True))
+    return answer
+
+
+def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:
+    try:
+        tools = chat_checks.tools(_json(request.tools, "tools", list))
+    except ValueError as error:
+        raise InvalidRequest(f"tools {error}", param="tools") from None
+    if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest("tools must have the function that is to be called", param="tools")
+    return tools
+
+
+def _writer(tokenizer: Tokenizer) -> ToolWriter:
+    assert tokenizer.chat_template is not None
+    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    if writer is None:
+        raise InvalidRequest(
+            "tools cannot be shown to this model: its chat template does not know any; leave them out", param="tools"
+        )
+    return writer
+
+
+def _json(text: str, param: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{param} must be valid JSON", param=param) from None
+    if not isinstance(value, kind):
+        raise InvalidRequest(f"{param} must be a JSON {'list' if kind is list else 'object'}", param=param)
+    return value
