@@ -276,7 +276,9 @@ class _LayerFills:
             )
         if names.gate_up is not None:
             return _split(self.tensor(names.gate_up + suffix, 2 * ffn, *columns), _fuse_gate_up, ffn, ffn)
-        return _fuse_gate_up(self.tensor(names.gate + suffix, ffn, *columns), self.tensor(names.up + suffix, ffn, *columns))
+        return _fuse_gate_up(
+            self.tensor(names.gate + suffix, ffn, *columns), self.tensor(names.up + suffix, ffn, *columns)
+        )
 
     def down(self) -> Fill:
         return self._down(".weight", self.model.intermediate_size)

@@ -1,10 +1,9 @@
 """Mixture of experts: each token goes through a few of many feed-forward layers.
 
-Tokens are sorted by expert, so that each expert's are consecutive rows, and visited in blocks of rows, each with the matrices of
-its expert: only the experts that were chosen are read and multiplied. `jax.lax.ragged_dot` says the same in one operation, but
-the compilers carry it out as a product of all rows with all experts, most of it zeros (measured with jax 0.10 and 0.12 on CPU, and
-by compiling for v5e: as many times the operations as there are experts).
-"""
+Tokens are sorted by expert, so that each expert's are consecutive rows, and visited in blocks of rows, each with the
+matrices of its expert: only the experts that were chosen are read and multiplied. `jax.lax.ragged_dot` says the same in
+one operation, but the compilers carry it out as a product of all rows with all experts, most of it zeros (measured with
+jax 0.10 and 0.12 on CPU, and by compiling for v5e: as many times the operations as there are experts)."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ MAX_BLOCK = 128  # rows multiplied at once
 def mixture(model: ModelConfig, weights: LayerWeights, layer: jax.Array | int, x: jax.Array) -> jax.Array:
     """The feed-forward layer of x [rows, hidden]: [rows, hidden].
 
-    The experts' matrices are those of a whole group of layers, of which this is number ``layer``: a slice of one layer's would copy
-    all its experts.
-    """
+    The experts' matrices are those of a whole group of layers, of which this is number ``layer``: a slice of one
+    layer's would copy all its experts."""
     moe = model.moe
     with jax.named_scope("route"):
         scores = linear(weights.router, x, weights.router_bias).astype(jnp.float32)

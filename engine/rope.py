@@ -1,9 +1,8 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864), in the half-split form of Hugging Face checkpoints.
 
-The frequencies of most kinds are constants of the program. Those of ``dynamic`` and ``longrope`` follow the length of the whole
-sequence, which a row brings along as its ``context``: as transformers does it, a prompt is rotated by the frequencies of its own
-length, and each token decoded after it by those of the length it makes.
-"""
+The frequencies of most kinds are constants of the program. Those of ``dynamic`` and ``longrope`` follow the length of
+the whole sequence, which a row brings along as its ``context``: as transformers does it, a prompt is rotated by the
+frequencies of its own length, and each token decoded after it by those of the length it makes."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians per position of each rotated pair, in a sequence not longer than the original: float32 [rotary_dim / 2].
 
-    ``linear`` divides all by ``factor``. ``llama3`` leaves wavelengths below ``original / high_freq_factor`` alone, divides those
-    above ``original / low_freq_factor`` by ``factor``, and blends linearly between (the reference code of Llama 3.1). ``yarn``
-    (arXiv:2309.00071) blends by the pair's index between the pairs that turn ``beta_fast`` and ``beta_slow`` times over the
-    original length. ``longrope`` (arXiv:2402.13753) divides each pair by a factor of its own.
-    """
+    ``linear`` divides all by ``factor``. ``llama3`` leaves wavelengths below ``original / high_freq_factor`` alone,
+    divides those above ``original / low_freq_factor`` by ``factor``, and blends linearly between (the reference code of
+    Llama 3.1). ``yarn`` (arXiv:2309.00071) blends by the pair's index between the pairs that turn ``beta_fast`` and
+    ``beta_slow`` times over the original length. ``longrope`` (arXiv:2402.13753) divides each pair by a factor of its
+    own."""
     dim = rotary_dim(rope, head_dim)
     frequencies = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     match rope.kind:
@@ -60,12 +59,9 @@ def _yarn_keep(rope: RopeConfig, dim: int) -> np.ndarray:
     return 1 - np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
 
 
-def rotation(
-    rope: RopeConfig, head_dim: int, positions: jax.Array, context: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines at ``positions`` int32 [rows], in sequences of ``context`` int32 [rows] tokens: two float32 arrays
-    [rows, rotary_dim / 2].
-    """
+def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array, context: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines at ``positions`` int32 [rows], in sequences of ``context`` int32 [rows] tokens: two float32
+    arrays [rows, rotary_dim / 2]."""
     frequencies = jnp.asarray(inverse_frequencies(rope, head_dim))[None, :]
     dim = rotary_dim(rope, head_dim)
     if rope.kind == "longrope":
@@ -86,7 +82,8 @@ def rotation(
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first dimensions of x [rows, ..., head_dim] by the angles of its row, in float32; the result has x's dtype."""
+    """Rotates the first dimensions of x [rows, ..., head_dim] by the angles of its row, in float32; the result has x's
+    dtype."""
     broadcast = (slice(None), *([None] * (x.ndim - 2)), slice(None))
     dim = 2 * cos.shape[-1]
     cos, sin = cos[broadcast], sin[broadcast]

@@ -315,6 +315,7 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     floats = (
         tokens * (6 * model.hidden_size + 3 * model.intermediate_size // config.tp + 3 * heads * model.head_dim)
         + 2 * tokens * heads * block
+        + (3 * tokens * model.moe.per_token * model.hidden_size if model.moe else 0)  # each token once for each expert
         + 4 * sequences * kv * block
         + (8 * tokens if kind == "generate" else 8 + 2 * min(tokens, _SCORED_ROWS)) * model.vocab_size
     )

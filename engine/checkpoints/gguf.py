@@ -1,10 +1,9 @@
 """GGUF models, shown as the Hugging Face checkpoint they were converted from.
 
-The converters rename tensors, and for ``llama`` and its kin they reorder the rows of the query and key projections: ggml
-rotates neighbouring pairs of dimensions where Hugging Face rotates halves. For Gemma they add 1 to norm weights, and they stack
-experts. `GgufCheckpoint` undoes all that, and turns the metadata into a ``config.json`` dictionary; what is special to each
-architecture is in ``gguf_architectures.py``. What cannot be expressed is refused by name.
-"""
+The converters rename tensors, and for ``llama`` and its kin they reorder the rows of the query and key projections:
+ggml rotates neighbouring pairs of dimensions where Hugging Face rotates halves. For Gemma they add 1 to norm weights,
+and they stack experts. `GgufCheckpoint` undoes all that, and turns the metadata into a ``config.json`` dictionary; what
+is special to each architecture is in ``gguf_architectures.py``. What cannot be expressed is refused by name."""
 
 from __future__ import annotations
 
@@ -172,7 +171,11 @@ class GgufCheckpoint:
             factors = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
             scaling = {name: self._factors(tensor) for name, tensor in factors.items()}
             attention = self._optional("rope.scaling.attn_factor", None)
-            return {"rope_type": "longrope", "attention_factor": attention and float(str(np.float32(attention))), **scaling}
+            return {
+                "rope_type": "longrope",
+                "attention_factor": attention and float(str(np.float32(attention))),
+                **scaling,
+            }
         if ROPE_FACTORS in self.gguf.tensors:
             return self._llama3_scaling()
         if kind == "none":

@@ -45,9 +45,9 @@ QWEN_MOE = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """``names`` are Hugging Face's of a layer's tensors. ``permuted``: rows of q and k are reordered. ``norm_offset`` was added to
-    norm weights. ``config`` adds to config.json, given the metadata and the config so far; where it cannot, it raises ValueError.
-    """
+    """``names`` are Hugging Face's of a layer's tensors. ``permuted``: rows of q and k are reordered. ``norm_offset``
+    was added to norm weights. ``config`` adds to config.json, given the metadata and the config so far; where it
+    cannot, it raises ValueError."""
 
     hf: str
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: COMMON)
@@ -113,7 +113,9 @@ def _phi3(metadata: Metadata, config: dict) -> dict:
     # 0 says none; files of older converters do not say
     return {
         "sliding_window": int(metadata("attention.sliding_window")) or None,
-        "original_max_position_embeddings": int(metadata("rope.scaling.original_context_length", config["max_position_embeddings"])),
+        "original_max_position_embeddings": int(
+            metadata("rope.scaling.original_context_length", config["max_position_embeddings"])
+        ),
         "partial_rotary_factor": int(metadata("rope.dimension_count", config["head_dim"])) / config["head_dim"],
     }
 
@@ -146,11 +148,18 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**COMMON, **HEAD_NORMS, **QWEN_MOE}, config=_qwen3_moe),
     "gemma": Architecture("GemmaForCausalLM", norm_offset=1.0, config=_gemma),
     "gemma2": Architecture("Gemma2ForCausalLM", {**COMMON, **GEMMA_NORMS}, norm_offset=1.0, config=_gemma2),
-    "gemma3": Architecture("Gemma3ForCausalLM", {**COMMON, **GEMMA_NORMS, **HEAD_NORMS}, norm_offset=1.0, config=_gemma3),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", {**COMMON, **GEMMA_NORMS, **HEAD_NORMS}, norm_offset=1.0, config=_gemma3
+    ),
     "phi3": Architecture("Phi3ForCausalLM", _PHI3, config=_phi3, partial=True),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
-        {**COMMON, **HEAD_NORMS, "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        {
+            **COMMON,
+            **HEAD_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
         config=_olmo2,
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True, config=_smollm3),

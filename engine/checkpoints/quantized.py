@@ -1,18 +1,18 @@
 """Quantized safetensors, shown dequantized: float8, int8, packed int4 and MXFP4 weights with their scales.
 
-``quantization_config`` of config.json says how (``quant_method``); a weight is told from one that was left as it is by the scale beside
-it. A value is always its code times a scale, and what differs is where the scale lies:
+``quantization_config`` of config.json says how (``quant_method``); a weight is told from one that was left as it is by
+the scale beside it. A value is always its code times a scale, and what differs is where the scale lies:
 
-    fp8                 float8, ``weight_scale_inv`` one per block of ``weight_block_size``, or ``weight_scale`` one for all or per row
+    fp8                 float8, ``weight_scale_inv`` one per block of ``weight_block_size``, or ``weight_scale`` one for
+                        all or per row
     fbgemm_fp8          float8, ``weight_scale`` per row
-    compressed-tensors  float8 or int8, ``weight_scale`` one for all, per row or per group of a row's columns; or int4 and int8 packed
-                        into int32 (``weight_packed``, ``weight_shape``), the same
-    mxfp4               4-bit floats in blocks of 32 along the input (``_blocks``, ``_scales``; OCP Microscaling Formats 1.0); the tensor
-                        shown is [experts, in, out]
+    compressed-tensors  float8 or int8, ``weight_scale`` one for all, per row or per group of a row's columns; or int4
+                        and int8 packed into int32 (``weight_packed``, ``weight_shape``), the same
+    mxfp4               4-bit floats in blocks of 32 along the input (``_blocks``, ``_scales``; OCP Microscaling Formats
+                        1.0); the tensor shown is [experts, in, out]
 
-Scales of activations and of cached keys and values (``input_scale``, ``k_scale``, ...) belong to arithmetic that is not done here, and
-are not shown.
-"""
+Scales of activations and of cached keys and values (``input_scale``, ``k_scale``, ...) belong to arithmetic that is not
+done here, and are not shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ FLOAT8 = {
 
 
 class QuantizedCheckpoint:
-    """A quantized directory. See `engine.checkpoints.Checkpoint`. Raises `CheckpointError` for layouts that cannot be read."""
+    """A quantized directory. See `engine.checkpoints.Checkpoint`. Raises `CheckpointError` for layouts that cannot be
+    read."""
 
     def __init__(self, inner: SafetensorsCheckpoint):
         self.path = inner.path
@@ -49,17 +50,23 @@ class QuantizedCheckpoint:
         self._block = quantization.get("weight_block_size")
         stored = set(inner.names())
         self._packed = {name[: -len("_packed")] for name in stored if name.endswith(".weight_packed")}
-        self._mxfp4 = {name[: -len("_blocks")] for name in stored if name.endswith("_blocks") and name[:-7] + "_scales" in stored}
+        self._mxfp4 = {
+            name[: -len("_blocks")] for name in stored if name.endswith("_blocks") and name[:-7] + "_scales" in stored
+        }
         self._scale = {
             name: name + suffix for name in stored | self._packed for suffix in SCALES if name + suffix in stored
         }
         zero = sorted(name for name in stored if name.endswith("_zero_point") and not HIDDEN.fullmatch(name))
         if zero:
-            raise CheckpointError(f"{inner.file(zero[0])}: tensor {zero[0]}: asymmetric quantization is not served; use another version")
+            raise CheckpointError(
+                f"{inner.file(zero[0])}: tensor {zero[0]}: asymmetric quantization is not served; use another version"
+            )
         parts = set(self._scale.values())
         parts |= {name + part for name in self._packed for part in ("_packed", "_shape")}
         parts |= {name + part for name in self._mxfp4 for part in ("_blocks", "_scales")}
-        self._names = sorted({name for name in stored - parts if not HIDDEN.fullmatch(name)} | self._packed | self._mxfp4)
+        self._names = sorted(
+            {name for name in stored - parts if not HIDDEN.fullmatch(name)} | self._packed | self._mxfp4
+        )
 
     def names(self) -> list[str]:
         return self._names
@@ -93,7 +100,8 @@ class QuantizedCheckpoint:
         return FLOAT8[kind][stored] if kind in FLOAT8 else stored.astype(np.float32)
 
     def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """As many dimensions as the weight has; each divides the weight's, or covers it in blocks of ``weight_block_size``."""
+        """As many dimensions as the weight has; each divides the weight's, or covers it in blocks of
+        ``weight_block_size``."""
         stored = self._scale[name]
         scales = self._inner.read(stored).astype(np.float32)
         if scales.size == 1:
@@ -133,7 +141,8 @@ def _packed_bits(path: pathlib.Path, quantization: dict) -> int:
     method = quantization.get("quant_method")
     if method not in METHODS:
         raise CheckpointError(
-            f"{path / 'config.json'}: quant_method is {method!r}; served are {', '.join(METHODS)}: use another version of the model, or a GGUF"
+            f"{path / 'config.json'}: quant_method is {method!r}; served are {', '.join(METHODS)}: "
+            "use another version of the model, or a GGUF"
         )
     if method != "compressed-tensors":
         return 0
@@ -142,10 +151,14 @@ def _packed_bits(path: pathlib.Path, quantization: dict) -> int:
     for group in groups.values():
         form = group.get("format") or quantization.get("format")
         if form not in FORMATS:
-            raise CheckpointError(f"{path / 'config.json'}: compressed-tensors format is {form!r}; served are {', '.join(FORMATS)}")
+            raise CheckpointError(
+                f"{path / 'config.json'}: compressed-tensors format is {form!r}; served are {', '.join(FORMATS)}"
+            )
         if form == "pack-quantized":
             if bits not in (0, group["weights"]["num_bits"]) or group["weights"]["num_bits"] not in (4, 8):
-                raise CheckpointError(f"{path / 'config.json'}: weights packed with num_bits other than 4 or 8, or with several")
+                raise CheckpointError(
+                    f"{path / 'config.json'}: weights packed with num_bits other than 4 or 8, or with several"
+                )
             bits = group["weights"]["num_bits"]
     return bits
 

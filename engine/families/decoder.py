@@ -112,6 +112,4 @@ def with_kinds(model: ModelConfig, kinds: Sequence[LayerKind]) -> ModelConfig:
     distinct = tuple(dict.fromkeys(kinds))
     if distinct == (LayerKind(model.rope),):
         return model
-    return dataclasses.replace(
-        model, layer_kinds=distinct, layer_pattern=tuple(distinct.index(kind) for kind in kinds)
-    )
+    return dataclasses.replace(model, layer_kinds=distinct, layer_pattern=tuple(distinct.index(kind) for kind in kinds))

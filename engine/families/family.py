@@ -11,13 +11,13 @@ from engine.config import ConfigError, ModelConfig, MoeConfig
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """Hugging Face names of the decoder's fields; ``{layer}`` stands for the layer's number, ``{expert}`` for an expert's.
+    """Hugging Face names of the decoder's fields; ``{layer}`` stands for the layer's number, ``{expert}`` for an
+    expert's.
 
-    q, k, v, o, gate, up, down, router and the experts are modules: ``.weight`` and, where the model has one, ``.bias`` follow.
-    Where ``qkv`` or ``gate_up`` is given, the checkpoint has these as one module, rows one after the other.
-    Where ``experts`` is given, it has all experts of a layer in ``gate_up_proj`` [experts, hidden, 2 * ffn], gate and up by turns,
-    ``down_proj`` [experts, ffn, hidden], and their ``_bias``.
-    """
+    q, k, v, o, gate, up, down, router and the experts are modules: ``.weight`` and, where the model has one, ``.bias``
+    follow. Where ``qkv`` or ``gate_up`` is given, the checkpoint has these as one module, rows one after the other.
+    Where ``experts`` is given, it has all experts of a layer in ``gate_up_proj`` [experts, hidden, 2 * ffn], gate and
+    up by turns, ``down_proj`` [experts, ffn, hidden], and their ``_bias``."""
 
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"

@@ -1,9 +1,8 @@
 """Gemma 1, 2 and 3: embeddings scaled by sqrt(hidden), norms that multiply by 1 + weight in float32, gelu.
 
-Gemma 2 adds norms after attention and feed-forward, soft-caps, a query scale of its own and a sliding window in every other
-layer. Gemma 3 has norms of queries and keys in place of the soft-caps, and sliding layers that rotate by another base. Its models
-with vision are served as the language models they hold.
-"""
+Gemma 2 adds norms after attention and feed-forward, soft-caps, a query scale of its own and a sliding window in every
+other layer. Gemma 3 has norms of queries and keys in place of the soft-caps, and sliding layers that rotate by another
+base. Its models with vision are served as the language models they hold."""
 
 from __future__ import annotations
 
@@ -117,9 +116,7 @@ def _window(hf: dict) -> int | None:
 
 def _within(names: TensorNames, prefix: str) -> TensorNames:
     """The names of a model that is a part of another."""
-    return TensorNames(
-        **{field: None if name is None else prefix + name for field, name in vars(names).items()}
-    )
+    return TensorNames(**{field: None if name is None else prefix + name for field, name in vars(names).items()})
 
 
 GEMMA = Family("gemma", "GemmaForCausalLM", "gemma", load_gemma)

@@ -1,7 +1,8 @@
-"""GPT-OSS: a mixture of experts with biases everywhere, a sink in each query head, and a sliding window in every other layer.
+"""GPT-OSS: a mixture of experts with biases everywhere, a sink in each query head, and a sliding window in every other
+layer.
 
-Its experts' activation is a clamped SwiGLU (`engine.layers.gated`); released in MXFP4, which the checkpoint shows dequantized.
-"""
+Its experts' activation is a clamped SwiGLU (`engine.layers.gated`); released in MXFP4, which the checkpoint shows
+dequantized."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ def load_llama(hf: dict) -> ModelConfig:
     if fields.integer("pretraining_tp", 1) != 1:
         raise fields.fail("pretraining_tp", "only 1 is served")
     bias = fields.flag("attention_bias", False)
-    return decoder_config(
-        hf, family="llama", qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
-    )
+    return decoder_config(hf, family="llama", qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", "llama", load_llama)

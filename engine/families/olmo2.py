@@ -1,4 +1,5 @@
-"""OLMo 2: norms after attention and feed-forward instead of before, and norms over the whole query and key projections."""
+"""OLMo 2: norms after attention and feed-forward instead of before, and norms over the whole query and key
+projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4 (and Phi-4-mini): Llama with fused projections, longrope, and a part of each head rotated."""
+"""Phi-3, Phi-3.5 and Phi-4 (and Phi-4-mini): Llama with fused projections, longrope, and a part of each head
+rotated."""
 
 from __future__ import annotations
 
@@ -8,9 +9,7 @@ from engine.families.family import Family, Fields, TensorNames
 from engine.families.rope import RopeDefaults
 
 ROPE = RopeDefaults(partial=True, aliases=(("yarn", "longrope"),))  # what its first files called longrope
-NAMES = TensorNames(
-    qkv="model.layers.{layer}.self_attn.qkv_proj", gate_up="model.layers.{layer}.mlp.gate_up_proj"
-)
+NAMES = TensorNames(qkv="model.layers.{layer}.self_attn.qkv_proj", gate_up="model.layers.{layer}.mlp.gate_up_proj")
 
 
 def load_phi3(hf: dict) -> ModelConfig:

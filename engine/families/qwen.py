@@ -1,6 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections. Qwen3: a norm of each query and key head in
-their place; and Qwen3's mixture of experts.
-"""
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections. Qwen3: a norm of each query and key
+head in their place; and Qwen3's mixture of experts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,8 @@ def load_qwen3_moe(hf: dict) -> ModelConfig:
 
 
 def _with_windows(hf: dict, model: ModelConfig) -> ModelConfig:
-    """Layers from ``max_window_layers`` on slide, or what ``layer_types`` says, where ``use_sliding_window`` is true."""
+    """Layers from ``max_window_layers`` on slide, or what ``layer_types`` says, where ``use_sliding_window`` is
+    true."""
     fields = Fields(hf)
     if not fields.flag("use_sliding_window", False):
         return model

@@ -1,8 +1,7 @@
 """Rotary embeddings as configs spell them.
 
-``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling``, whose kind is ``rope_type`` or, in older files,
-``type``. In ``rope_parameters`` each layer type may have its own.
-"""
+``rope_parameters`` (transformers 5), or ``rope_theta`` with ``rope_scaling``, whose kind is ``rope_type`` or, in older
+files, ``type``. In ``rope_parameters`` each layer type may have its own."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from engine.families.family import Fields
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ALIASES = {"su": "longrope"}  # the first name of longrope
 KNOWN = frozenset(
-    """rope_type type rope_theta factor partial_rotary_factor original_max_position_embeddings low_freq_factor high_freq_factor
-    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor finetuned""".split()
+    """rope_type type rope_theta factor partial_rotary_factor original_max_position_embeddings low_freq_factor
+    high_freq_factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor
+    finetuned""".split()
 )
 
 
@@ -34,13 +34,17 @@ def rope_config(hf: dict, max_position: int, head_dim: int, defaults: RopeDefaul
     name, scaling = _parameters(hf)
     if any(isinstance(value, dict) for value in scaling.values()):
         kinds = list(scaling)
-        raise ConfigError(f"config.json: {name} differs between layers ({', '.join(kinds)}), which this family does not have")
+        raise ConfigError(
+            f"config.json: {name} differs between layers ({', '.join(kinds)}), which this family does not have"
+        )
     return read_rope(hf, name, scaling, max_position, head_dim, defaults)
 
 
 def _parameters(hf: dict) -> tuple[str, dict]:
     # Where both are there, transformers takes rope_scaling.
-    name = "rope_scaling" if hf.get("rope_scaling") is not None or hf.get("rope_parameters") is None else "rope_parameters"
+    name = (
+        "rope_scaling" if hf.get("rope_scaling") is not None or hf.get("rope_parameters") is None else "rope_parameters"
+    )
     scaling = hf.get(name)
     if scaling is None:
         scaling = {}
@@ -59,14 +63,18 @@ def read_rope(
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = dict(defaults.aliases).get(kind) or ALIASES.get(kind, kind)
     if kind not in KINDS:
-        raise ConfigError(f"config.json: {name} has rope_type {kind!r}, which is not served; served are {', '.join(KINDS)}")
+        raise ConfigError(
+            f"config.json: {name} has rope_type {kind!r}, which is not served; served are {', '.join(KINDS)}"
+        )
     theta = fields.number("rope_theta", top.number("rope_theta", defaults.theta))
     partial = fields.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
     if partial != 1.0 and not defaults.partial:
         raise ConfigError(f"config.json: partial_rotary_factor is {partial}; this family rotates whole heads (1.0)")
     rotated = int(head_dim * partial)
     if partial > 1 or rotated % 2 or not rotated:
-        raise ConfigError(f"config.json: partial_rotary_factor is {partial}, which rotates {rotated} of {head_dim} dimensions")
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {partial}, which rotates {rotated} of {head_dim} dimensions"
+        )
     rope = RopeConfig(theta=theta, rotary_dim=None if rotated == head_dim else rotated)
     original = top.integer(
         "original_max_position_embeddings", fields.integer("original_max_position_embeddings", max_position)
@@ -101,7 +109,8 @@ def _llama3(rope: RopeConfig, fields: Fields, original: int) -> RopeConfig:
 
 
 def _yarn(rope: RopeConfig, fields: Fields, original: int, max_position: int) -> RopeConfig:
-    """``attention_factor`` as transformers infers it: 0.1 ln(factor) + 1 (arXiv:2309.00071), or the ratio of two such."""
+    """``attention_factor`` as transformers infers it: 0.1 ln(factor) + 1 (arXiv:2309.00071), or the ratio of two
+    such."""
     factor = fields.number("factor", max_position / original)
 
     def length_scale(weight: float) -> float:
@@ -137,7 +146,8 @@ def _longrope(rope: RopeConfig, fields: Fields, original: int, max_position: int
 
 
 def longest(rope: RopeConfig, max_position: int) -> int:
-    """The longest sequence that the rotation is made for, where ``max_position_embeddings`` may still be the trained length."""
+    """The longest sequence that the rotation is made for, where ``max_position_embeddings`` may still be the trained
+    length."""
     if rope.kind in ("yarn", "dynamic"):
         return max(max_position, round(rope.original_max_position * rope.factor))
     return max_position

@@ -31,7 +31,8 @@ def load_smollm3(hf: dict) -> ModelConfig:
     window = fields.window() if slides else None
     kinds = zip(rotates, types, strict=False)
     return with_kinds(
-        model, [LayerKind(model.rope if rotate else None, window if kind == SLIDING else None) for rotate, kind in kinds]
+        model,
+        [LayerKind(model.rope if rotate else None, window if kind == SLIDING else None) for rotate, kind in kinds],
     )
 
 

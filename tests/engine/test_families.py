@@ -139,7 +139,9 @@ def test_spellings_of_rope_per_layer_type(spelling):
 
 def test_gemma3_with_vision_is_its_text_model():
     text = {**BASE, "architectures": None, "model_type": "gemma3_text", "sliding_window": 128, "head_dim": 16}
-    vision = load_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]})
+    vision = load_config(
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+    )
     alone = load_config({**text, "architectures": ["Gemma3ForCausalLM"], "eos_token_id": [1, 106]})
     assert vision == dataclasses.replace(alone, family="gemma3_vision")
 
@@ -203,7 +205,10 @@ def test_yarn_reaches_beyond_what_the_config_calls_its_length():
             {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention", "linear_attention"]},
             ["layer_types", "linear_attention"],
         ),
-        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}}, ["rope_parameters", "rope_theta"]),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}},
+            ["rope_parameters", "rope_theta"],
+        ),
         ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["text_config"]),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, ["no_rope_layers"]),

@@ -1,4 +1,5 @@
-"""GGUFs of every architecture, converted here as llama.cpp's converters do it: tensors and model are those of the checkpoint."""
+"""GGUFs of every architecture, converted here as llama.cpp's converters do it: tensors and model are those of the
+checkpoint."""
 
 import dataclasses
 import json
@@ -25,7 +26,10 @@ CASES = {
     "mixtral": ("llama", {}),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
-    "gemma3": ("gemma3", {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None, "rope_scaling": GEMMA3_ROPE}),
+    "gemma3": (
+        "gemma3",
+        {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None, "rope_scaling": GEMMA3_ROPE},
+    ),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": None, "use_sliding_window": False, "layer_types": None}),
@@ -82,7 +86,9 @@ def convert(name: str, path: pathlib.Path, change=lambda writer: None):
     change(writer)
     names = gguf.get_tensor_name_map({value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[architecture], 8)
     stacks: dict[str, list[np.ndarray]] = {}
-    for key in sorted(tensors, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]):
+    for key in sorted(
+        tensors, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
+    ):
         array = tensors[key]
         if key.endswith("norm.weight") and architecture.startswith("gemma"):
             array = array + 1

@@ -1,5 +1,5 @@
-"""Every family and RoPE kind against Hugging Face transformers (`tests/golden/families.py` made the data): log-probs at each position
-of prompts in chunks, and 64 greedy steps, past windows and original lengths."""
+"""Every family and RoPE kind against Hugging Face transformers (`tests/golden/families.py` made the data): log-probs at
+each position of prompts in chunks, and 64 greedy steps, past windows and original lengths."""
 
 import pathlib
 import re
@@ -39,7 +39,9 @@ def run(folder, restart_at=None, **layout):
     A sequence that grows to ``restart_at`` tokens is put back there: prefilled anew with what it had generated.
     """
     golden = dict(np.load(folder / "golden.npz"))
-    prompts = [golden[f"prompt_{index}"].tolist() for index in range(sum(name.startswith("prompt_top_l") for name in golden))]
+    prompts = [
+        golden[f"prompt_{index}"].tolist() for index in range(sum(name.startswith("prompt_top_l") for name in golden))
+    ]
     runner = Runner(make_engine(folder, quick=True, **{**LAYOUT, **layout}))
     for index, prompt in enumerate(prompts):
         sequence, pieces = runner.start(prompt, index % 2, chunk=29, prompt_logprobs=True)
@@ -69,7 +71,9 @@ def run(folder, restart_at=None, **layout):
 @pytest.fixture(autouse=True)
 def greedy(monkeypatch):
     """The sampler is tested elsewhere, and makes half of what there is to compile."""
-    monkeypatch.setattr(functions, "choose", lambda scores, rows, context: jnp.argmax(scores, axis=-1).astype(jnp.int32))
+    monkeypatch.setattr(
+        functions, "choose", lambda scores, rows, context: jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    )
 
 
 @pytest.fixture

@@ -31,7 +31,11 @@ def write(folder: pathlib.Path, quantization: dict, tensors: dict[str, np.ndarra
     header, body = {}, b""
     for name, array in tensors.items():
         data = np.ascontiguousarray(array).tobytes()
-        header[name] = {"dtype": DTYPES[array.dtype], "shape": list(array.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        header[name] = {
+            "dtype": DTYPES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + len(data)],
+        }
         body += data
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
@@ -51,7 +55,9 @@ def read(folder, quantization, tensors, name=NAME):
 def test_fp8_in_blocks(tmp_path):
     weight = RNG.normal(size=(200, 300)).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     scale = RNG.uniform(0.5, 2, size=(2, 3)).astype(np.float32)
-    found = read(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]}, {NAME: weight, NAME + "_scale_inv": scale})
+    found = read(
+        tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]}, {NAME: weight, NAME + "_scale_inv": scale}
+    )
     for row, column in [(0, 0), (127, 128), (128, 127), (199, 299), (130, 256)]:
         assert found[row, column] == float(weight[row, column]) * scale[row // 128, column // 128]
 
@@ -68,7 +74,13 @@ def test_one_scale_one_per_row_or_one_per_group(tmp_path, shape, kind):
     for row in range(6):
         for column in range(8):
             wide = scale.astype(np.float32)
-            one = wide.item() if wide.size == 1 else wide[row] if wide.ndim == 1 else wide[row, column * wide.shape[1] // 8]
+            one = (
+                wide.item()
+                if wide.size == 1
+                else wide[row]
+                if wide.ndim == 1
+                else wide[row, column * wide.shape[1] // 8]
+            )
             assert found[row, column] == float(weight[row, column]) * np.float32(one)
 
 
@@ -123,7 +135,11 @@ def test_other_methods_are_refused_by_name(tmp_path, method):
         load_config({"model_type": "llama", "quantization_config": {"quant_method": method}})
 
 
-PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"0": {"weights": {"num_bits": 3}}}}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"0": {"weights": {"num_bits": 3}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +151,11 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "con
             {NAME: np.ones((4, 4), ml_dtypes.float8_e4m3fn), NAME + "_scale_inv": np.ones((2, 1), np.float32)},
             r"_scale_inv has shape \[2, 1\]",
         ),
-        ({"quant_method": "fp8"}, {NAME: np.ones((4, 4), np.int8), NAME + "_scale": np.ones((3, 1), np.float32)}, r"_scale has shape"),
+        (
+            {"quant_method": "fp8"},
+            {NAME: np.ones((4, 4), np.int8), NAME + "_scale": np.ones((3, 1), np.float32)},
+            r"_scale has shape",
+        ),
         (PACKED, {NAME: np.ones((2, 2), np.int8)}, "num_bits"),
         ({**PACKED, "format": "marlin-24"}, {NAME: np.ones((2, 2), np.int8)}, "marlin-24"),
         (

@@ -2,11 +2,11 @@
 
 Run by `make.py`, or alone for some cases: ``golden/bin/python tests/golden/families.py gemma2 longrope``.
 
-``families/<case>/`` has ``config.json``, ``model.safetensors`` (bfloat16; RoPE kinds share the weights of ``tiny_llama``) and
-``golden.npz``: for each prompt the ids, the 20 best next tokens with their log-probs at each position, and the same for 64
-greedy steps. Prompts reach past windows and original lengths; no greedy step is a near tie. All greedy steps are computed by a
-pass over the whole sequence, but for ``dynamic``, whose keys keep the base that was current when they were made.
-"""
+``families/<case>/`` has ``config.json``, ``model.safetensors`` (bfloat16; RoPE kinds share the weights of
+``tiny_llama``) and ``golden.npz``: for each prompt the ids, the 20 best next tokens with their log-probs at each
+position, and the same for 64 greedy steps. Prompts reach past windows and original lengths; no greedy step is a near
+tie. All greedy steps are computed by a pass over the whole sequence, but for ``dynamic``, whose keys keep the base that
+was current when they were made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The orchestrator with models whose rotary embedding follows the length of the whole sequence: the golden answers of transformers,
-in chunks, past the original length, twice over, so that the second ones may take pages of the first."""
+"""The orchestrator with models whose rotary embedding follows the length of the whole sequence: the golden answers of
+transformers, in chunks, past the original length, twice over, so that the second ones may take pages of the first."""
 
 import pathlib
 import shutil
