@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -143,7 +145,15 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
         engine.install(prepared.executables)
         engine.allocate()
         prepared.touch_all(engine)
+        _give_back_memory()
         return WarmEngine(engine, prepared, memory_plan)
+
+
+def _give_back_memory() -> None:
+    """Compiling leaves freed memory behind that glibc keeps: a quarter of the process, with the default model on CPU."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport) -> Weights:
