@@ -35,11 +35,14 @@ from warmup.compiling import compile_programs, naming
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber, fingerprint
 from warmup.guard import Guard
-from warmup.plan import MemoryPlan, measure, resolve_kv_pages
+from warmup.plan import MemoryPlan, measure, resolve_kv_pages, tree_bytes
 from warmup.report import ProgramMemory, WarmupReport
 from warmup.store import ArtifactStore
 
 logger = logging.getLogger(__name__)
+
+MOST_TOUCH_LANES = 2
+OWNER_SHARE = 0.2  # what the first run of an owner's program costs, on average, beside one of prefill
 
 Mode = Literal["manual", "aot", "none"]
 
@@ -62,8 +65,11 @@ class WarmableEngine(Protocol):
 
 
 def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program]]:
-    """Programs that may run side by side, as they do in serving: those that work on a prefix alone, and all others
-    (which make, read or write the decode state). One lane if there is only one prefix, for both lanes need one."""
+    """Programs that may run side by side: at most as many lanes as there are prefixes, for each lane needs one.
+
+    Those that make, read or write the decode state stay in the first lane; those that work on a prefix alone are spread,
+    the one with the largest arguments first, each to the lane with the fewest programs so far.
+    """
     states = [
         program.arguments[program.donates]
         for program in programs
@@ -75,12 +81,14 @@ def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program
             argument is state for argument in program.arguments for state in states
         )
 
-    if prefixes < 2:
-        return [list(programs)]
-    lanes = [
-        [program for program in programs if not prefill(program)],
-        [program for program in programs if prefill(program)],
-    ]
+    lanes = [[program for program in programs if not prefill(program)]]
+    lanes += [[] for _ in range(min(prefixes, MOST_TOUCH_LANES) - 1)]
+    spread = sorted(filter(prefill, programs), key=lambda program: -tree_bytes(program.arguments))
+    cost = [OWNER_SHARE * len(lanes[0]), *(0.0 for _ in lanes[1:])]
+    for program in spread:
+        cheapest = cost.index(min(cost))
+        lanes[cheapest].append(program)
+        cost[cheapest] += 1
     return [lane for lane in lanes if lane]
 
 
@@ -120,7 +128,7 @@ class Prepared:
         """Runs every program once on the engine's real buffers, which must be allocated; in mode none, does nothing.
 
         A first run costs far more than a later one (on CPU, XLA prepares each matrix product: 0.5 s for 30 layers), so
-        the programs of the owner's thread and those of the prefill thread run side by side, as they do in serving.
+        programs that work on a prefix alone run beside the others, as they do in serving, and beside each other.
 
         An executable of the store that fails here is compiled again, once. What has run enters the manifest.
 

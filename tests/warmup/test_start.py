@@ -100,13 +100,15 @@ def test_a_touch_run_that_fails_is_an_error_by_name_and_nothing_is_stored(root, 
     assert toy.warm("aot", root)["sources"] == dict.fromkeys(NAMES, "compiled")
 
 
-def test_prefill_and_the_owner_of_the_state_are_touched_side_by_side():
-    lanes = touch_lanes(toy.ToyEngine().programs(), 2)
-    assert [[program.name for program in lane] for lane in lanes] == [
-        ["init_state", "init_prefix", "insert", "generate/1", "generate/2"],
-        ["prefill/16", "prefill/32"],
-    ]
-    assert len(touch_lanes(toy.ToyEngine().programs(), 1)) == 1
+def test_prefill_is_touched_beside_the_owner_of_the_state():
+    def names(prefixes, **options):
+        return [[program.name for program in lane] for lane in touch_lanes(toy.ToyEngine(**options).programs(), prefixes)]
+
+    owners = ["init_state", "init_prefix", "insert", "generate/1", "generate/2"]
+    more = toy.engine_config(prefill_buckets=(4, 8, 16, 32))
+    # Five of the owner's count as one of prefill: the largest goes to the empty lane, the rest in turn.
+    assert names(2, config=more) == [[*owners, "prefill/16", "prefill/4"], ["prefill/32", "prefill/8"]]
+    assert names(1) == [[*owners, "prefill/32", "prefill/16"]]
 
 
 def test_the_report_of_a_start_names_sources_and_bytes(root):

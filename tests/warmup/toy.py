@@ -161,18 +161,18 @@ class ToyEngine:
         if name == self._break_touch:
             raise RuntimeError("broken touch")
         kind, _, size = name.partition("/")
+        prefix = self.prefixes.pop()  # one for each lane: running out is an error
         match kind:
             case "init_state" | "init_prefix":
                 pass
             case "insert":
-                self.state = self.call(name, self.state, self.prefixes[0])
+                self.state = self.call(name, self.state, prefix)
             case "prefill":
-                self.prefixes[1], _ = self.call(
-                    name, self.prefixes[1], self.weights, self.put(np.zeros(int(size), np.int32))
-                )
+                prefix, _ = self.call(name, prefix, self.weights, self.put(np.zeros(int(size), np.int32)))
             case "generate":
                 self.state, _ = self.call(name, self.state, self.weights, self.put(np.zeros(int(size), np.int32)))
-        jax.block_until_ready(self.prefixes[1] if kind == "prefill" else self.state)
+        jax.block_until_ready(prefix if kind == "prefill" else self.state)
+        self.prefixes.append(prefix)
 
     def tokens(self) -> list[float]:
         """Three steps of each batch size from an empty state: 8, 16, 24 and then, two rows, 24 + 32 = 56..."""
