@@ -31,6 +31,7 @@ from server.metrics import Metrics
 from server.orchestrator import Orchestrator
 from server.proof import prove
 from server.proxy import process as proxy_process
+from server.tracing import open_tracer
 from server.client import Client
 from server.startup import WarmEngine, open_model, readable_errors, warm_engine
 from warmup.guard import Guard, Kind, Phase
@@ -56,6 +57,7 @@ class Server:
     def __init__(self, config: ServeConfig, started: float):
         configure_logging(config.log_format)
         self.config = config
+        self.tracer = open_tracer(config.served_model_name)
         self.metrics = Metrics()
         self.guard = Guard(strict=config.strict_compiles, on_event=self._count)
         self.report = WarmupReport(config.warmup, guard=self.guard, started=started)
@@ -75,6 +77,7 @@ class Server:
         self.orchestrator: Orchestrator | None = None
         self.proxy: proxy_process.ProxyProcess | None = None
         self._ready = False
+        self._signalled = False
         self._started = threading.Event()  # the start has ended, well or not
         self._ends: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()  # a signal, or what went wrong
 
@@ -123,6 +126,7 @@ class Server:
             metrics=self.metrics,
             max_queue=resolve_max_queue(self.config),
             on_death=self._ends.put,
+            on_ended=self.tracer.record if self.tracer else None,
         )
         self.orchestrator.start()
         self.grpc.attach(
@@ -167,8 +171,9 @@ class Server:
     # The end
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if not self._ready or not self._ends.empty():
+        if not self._ready or self._signalled:
             self._end_now(number)
+        self._signalled = True
         self._ends.put(number)
 
     def _end_now(self, number: int) -> None:
@@ -180,21 +185,23 @@ class Server:
         """Waits for what ends the server, and ends it; returns the exit code."""
         end = self._ends.get()
         if isinstance(end, int):
-            # A second signal ends at once, whatever this thread is doing then.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda number, frame: self._end_now(number))
             logger.info("%s: draining for at most %g s", signal.Signals(end).name, self.config.drain_timeout)
             assert self.orchestrator is not None  # signals before ready do not come here
             drained = self.orchestrator.drain(self.config.drain_timeout)
-            if not drained:
+            if not drained and self.orchestrator.state != "failed":  # a thread's death is in the log already
                 logger.warning("--drain-timeout is over: the requests still running were cut off")
             self.orchestrator.close()
             return 0 if drained else 1
         if isinstance(end, StartError):
             raise end
-        logger.error("the server ends: %s", end, exc_info=end)
-        self.report.fail(str(end))
-        self.grpc.fail(str(end))
+        reason = str(end) or type(end).__name__
+        if "RESOURCE_EXHAUSTED" in reason:
+            reason = f"the device ran out of memory ({reason}); lower --memory, --slots or --max-len"
+        logger.error("the server ends: %s", reason, exc_info=end)
+        self.report.fail(reason)
+        self.grpc.fail(reason)
+        if self.orchestrator is not None:
+            self.orchestrator.close()  # what still runs ends with an error
         time.sleep(LAST_ANSWERS)  # those in flight hear of it, and whoever asks for health
         return 1
 

@@ -33,6 +33,7 @@ class LiveRequest:
     cached_tokens: int = 0  # of the first sample
     outcome: Outcome | None = None
     ended: float | None = None  # when the outcome was decided
+    error: str | None = None  # why, where it is not "ok"
     prompt_logprobs: list[TokenLogprob | None] = dataclasses.field(default_factory=list)
     sample_times: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)  # first and latest token
 
@@ -79,6 +80,7 @@ class LiveRequest:
             seconds=_since(self.received, self.ended),
             finish_reasons=[transcript.finish_reason for transcript in self.transcripts],
             put_back=sum(sequence.put_back for sequence in self.sequences),
+            error=self.error,
         )
 
 

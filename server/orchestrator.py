@@ -90,6 +90,7 @@ class Orchestrator:
         prefix_cache: share pages of equal beginnings of prompts.
         fault_hook: for tests; see `server.shared.FaultHook`.
         on_death: called once when a thread has died and all requests have been failed.
+        on_ended: called for each request of a client that has had its last word; `server.tracing` makes spans there.
         clock: seconds; `GenerateRequest.deadline` is in its time.
     """
 
@@ -103,6 +104,7 @@ class Orchestrator:
         prefix_cache: bool = True,
         fault_hook: FaultHook | None = None,
         on_death: Callable[[BaseException], None] | None = None,
+        on_ended: Callable[[LiveRequest], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.on_death: Callable[[BaseException], None] = on_death or (lambda error: None)
@@ -121,6 +123,7 @@ class Orchestrator:
             self._eos,
             clock,
             fault_hook,
+            on_ended,
         )
         self._deadlines = Deadlines(self._shared, clock)
         self._detokenize = DetokenizeWorker(self._shared, lambda error: self.on_death(error))

@@ -100,6 +100,7 @@ class Shared:
         eos_token_ids: frozenset[int],
         clock: Callable[[], float],
         fault_hook: FaultHook | None,
+        on_ended: Callable[[LiveRequest], None] | None = None,
     ):
         self.engine = engine
         self.scheduler = scheduler
@@ -119,6 +120,7 @@ class Shared:
         self.stopping = False
         self.service_seconds: float | None = None  # moving average of a sequence's time in its slot
         self._fault_hook = fault_hook
+        self._on_ended = on_ended
         self._began: dict[Sequence, float] = {}
 
     def hook(self, stage: str, request: GenerateRequest | None = None) -> None:
@@ -206,6 +208,7 @@ class Shared:
         """`end` for those who hold the lock."""
         if not self.decide(live, outcome):
             return False
+        live.error = error.message
         self.outputs.put(Failed(live, error), force=True)
         return True
 
@@ -224,6 +227,11 @@ class Shared:
     def said(self, live: LiveRequest) -> None:
         """The last word about a request was said to its sink."""
         live.log()
+        if self._on_ended is not None and live.counted:
+            try:
+                self._on_ended(live)
+            except Exception:  # whoever looks on must not stop the server
+                log.exception("request %s could not be traced", live.request.id)
         with self.lock:
             self.live.pop(live.serial, None)
             self.settled.notify_all()

@@ -168,6 +168,7 @@ def serving(
     prefix_cache: bool = True,
     fault_hook: Callable | None = None,
     on_death: Callable[[BaseException], None] | None = None,
+    on_ended: Callable | None = None,
     clock: Callable[[], float] = time.monotonic,
     **config,
 ) -> Iterator[Server]:
@@ -176,7 +177,7 @@ def serving(
     metrics = Metrics()
     orchestrator = Orchestrator(
         engine, ByteTokenizer(), metrics=metrics, max_queue=max_queue, prefix_cache=prefix_cache, fault_hook=fault_hook,
-        on_death=on_death, clock=clock,
+        on_death=on_death, on_ended=on_ended, clock=clock,
     )  # fmt: skip
     server = Server(orchestrator, engine, metrics)
     orchestrator.start()
