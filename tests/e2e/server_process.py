@@ -23,9 +23,10 @@ START_SECONDS = 300.0  # a cold start on a machine that is busy with something e
 class ServerProcess:
     """A server that is starting. ``wait_ready`` waits; ``log`` is what it has written so far."""
 
-    def __init__(self, model: pathlib.Path, cache: pathlib.Path, *options: str, environment: dict[str, str] | None = None):
+    def __init__(self, model: pathlib.Path, cache: pathlib.Path, *options: str, environment: dict[str, str] | None = None,
+                 program: tuple[str, ...] = ("-m", "server")):  # fmt: skip
         command = [
-            sys.executable, "-m", "server", "serve", "--model", str(model), "--warmup-cache", str(cache), "--http-port", "0",
+            sys.executable, *program, "serve", "--model", str(model), "--warmup-cache", str(cache), "--http-port", "0",
             "--grpc-port", "0", *options,
         ]  # fmt: skip
         # One device, as a user has; the tests' own flags are not the server's.
@@ -88,6 +89,12 @@ class ServerProcess:
             self.process.wait()
         self._reader.join(10)
         self.process.stderr.close()
+
+    @property
+    def proxy_pid(self) -> int:
+        """Of the HTTP proxy, the only child (Linux)."""
+        children = pathlib.Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return int(children.read_text().split()[0])
 
     # What tests ask a running server for.
 
