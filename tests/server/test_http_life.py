@@ -264,6 +264,27 @@ def test_several_upstreams_share_the_load_and_stand_in():
             assert proxy.returncode == 0
 
 
+def test_a_proxy_finds_an_orchestrator_that_comes_back():
+    with open_doors(http=False) as doors:
+        port = doors.grpc.port
+        command = [sys.executable, "-m", "server", "proxy", "--http-port", "0", "--upstream", f"127.0.0.1:{port}"]
+        proxy = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        line = next(line for line in proxy.stderr if "serving HTTP on" in line)
+        url = next(word for word in line.split() if word.startswith("http://"))
+        assert httpx.post(f"{url}/generate", json={"prompt": "a", "max_tokens": 1}).json() == {"response": "b"}
+    try:
+        assert httpx.post(f"{url}/generate", json={"prompt": "a"}).status_code == 503
+        assert httpx.get(f"{url}/health").json()["state"] == "unreachable"
+        with open_doors(http=False, port=port):
+            until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.post(f"{url}/generate", json={"prompt": "a", "max_tokens": 1}).json() == {"response": "b"}
+    finally:
+        with proxy:
+            proxy.terminate()
+    assert proxy.returncode == 0
+
+
 def test_the_proxy_ends_when_its_server_is_killed():
     program = (
         "import sys, time\n"

@@ -1,10 +1,14 @@
 """The names of the metrics are an interface: they are spelled out here once more."""
 
+import re
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.metrics import Metrics
 
+DOCS = Path(__file__).parents[2] / "docs"
 COUNTERS = {
     "preheat_requests_total", "preheat_prompt_tokens_total", "preheat_prefilled_tokens_total",
     "preheat_cached_prompt_tokens_total", "preheat_generated_tokens_total", "preheat_xla_compiles_total",
@@ -55,3 +59,9 @@ def test_two_servers_in_one_process_do_not_mix():
 def test_an_unknown_series_is_an_error():
     with pytest.raises(KeyError, match="preheat_nothing"):
         Metrics().value("preheat_nothing")
+
+
+def test_the_operations_page_names_every_metric_and_no_other():
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"preheat_\w+", text))
+    assert {re.sub("_(bucket|count|sum)$", "", name) for name in named} == COUNTERS | GAUGES | HISTOGRAMS

@@ -1,15 +1,17 @@
 """What comes out of the orchestrator, on the mock engine: right tokens, in every way to ask for them."""
 
+import json
 import logging
 import math
 import threading
 
 import pytest
-from orchestrator_harness import Recorder, letters, serving
+from orchestrator_harness import WAIT, Clock, Recorder, letters, serving
 
 from engine.api import SamplingParams
 from engine.mock import Script, Table, successor
 from server.errors import InvalidRequest
+from server.logs import configure_logging
 
 PROMPTS = [b"hello", b"hello world", b"hello world, once again", b"x", b"exactly sixteen!", b"exactly sixteen!+"]
 
@@ -272,3 +274,34 @@ def test_the_proof_moves_no_client_facing_metric():
             assert server.metrics.value(f"preheat_{name}_total") == 0
         server.run(b"hello", 5)
         assert server.metrics.value("preheat_batch_size_count") == 4
+
+
+@pytest.mark.parametrize("layout", ["text", "json"])
+def test_log_lines_tell_who_how_long_and_how_it_ended(layout, capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+    configure_logging(layout)
+    clock = Clock()
+    with serving(slots=1, clock=clock) as server:
+        server.run(b"hello", 3, id="the-good")
+        gate = server.engine.gate("generate")
+        late = server.submit(b"hello", 9, id="the-late", deadline=clock.now + 1.5)[1]
+        assert gate.arrived()
+        clock.now += 2
+        late.wait()
+        gate.open()
+        assert server.orchestrator.drain(WAIT)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "request the-" in line]
+    good, failed = (line for line in lines if "the-good ok" in line or "the-late error" in line)
+    if layout == "json":
+        found = json.loads(good)["request"]
+        assert {"id": "the-good", "outcome": "ok", "prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0,
+                "queue_seconds": 0.0, "first_token_seconds": 0.0, "seconds": 0.0, "finish_reasons": ["length"],
+                "put_back": 0} == found  # fmt: skip
+        found = json.loads(failed)["request"]
+        assert (found["id"], found["outcome"], found["seconds"]) == ("the-late", "error", 2.0)
+        assert "not finished within its 1.5 s" in found["error"]
+    else:
+        assert "prompt_tokens=5 completion_tokens=3" in good and "seconds=0.0" in good
+        assert "seconds=2.0" in failed and "not finished within its 1.5 s" in failed
