@@ -1,10 +1,10 @@
 """How long running streams wait for their next token while a long prompt arrives.
 
-``python -m benchmarks.decode_gap [--model M] [options of preheat serve]`` serves the model. In each round the prompt is first
-sent alone, which tells what one chunk of it costs (time to first token by the number of chunks); then streams run for a while,
-which tells what a step costs (median gap between their tokens); then a prompt of 2,000 tokens arrives beside them, and the gaps
-between their tokens are taken until its first token is there. The promise: the 99th percentile of these gaps is at most 1.3
-times (one chunk + one step).
+``python -m benchmarks.decode_gap [--model M] [options of preheat serve]`` serves the model. In each round the prompt
+is first sent alone, which tells what one chunk of it costs (time to first token by the number of chunks); then
+streams run for a while, which tells what a step costs (median gap between their tokens); then a prompt of 2,000
+tokens arrives beside them, and the gaps between their tokens are taken until its first token is there. The promise:
+the 99th percentile of these gaps is at most 1.3 times (one chunk + one step).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "time to first token alone": float(np.median([measured.alone for measured in found])),
         "time to first token beside the streams": float(np.median([measured.beside for measured in found])),
     }
-    print(f"{parsed.streams} streams, a prompt of {parsed.prompt} tokens in {chunks} chunks, {parsed.rounds} rounds, in ms")
+    print(f"{parsed.streams} streams, {parsed.rounds} prompts of {parsed.prompt} tokens in {chunks} chunks; ms")
     for name, seconds in rows.items():
         print(f"{name:42}{1000 * seconds:9.1f}")
     ratio = p99 / (chunk + step)

@@ -1,9 +1,9 @@
 """Time to first token of a prompt whose beginning is in the prefix cache, against one whose beginning is not.
 
-``python -m benchmarks.prefix_cache [--model M] [options of preheat serve]`` serves the model and sends pairs of prompts: a
-beginning of 1,000 tokens that nobody has sent before with one question behind it (a miss), then the same beginning with
-another question (a hit). Misses and hits alternate, so that a busy machine slows both. The promise: a hit is at least 5
-times as fast, by the median of the pairs' ratios.
+``python -m benchmarks.prefix_cache [--model M] [options of preheat serve]`` serves the model and sends pairs of
+prompts: a beginning of 1,000 tokens that nobody has sent before with one question behind it (a miss), then the same
+beginning with another question (a hit). Misses and hits alternate, so that a busy machine slows both. The promise: a
+hit is at least 5 times as fast, by the median of the pairs' ratios.
 """
 
 from __future__ import annotations

@@ -1,42 +1,40 @@
 """Mixed traffic for a long time, and what must be true afterwards.
 
-``python -m benchmarks.soak [--seconds 1200] [--model M] [options of preheat serve]`` starts a server, has 4 x slots clients
-use it all the time and prints a report; the exit code is 1 if anything in it is wrong.
+``python -m benchmarks.soak [--seconds 1200] [--model M] [options of preheat serve]`` starts a server, has 4 x slots
+clients use it all the time and prints a report; the exit code is 1 if anything in it is wrong.
 
-What clients do, drawn at random from a fixed seed: whole and streamed answers over HTTP and gRPC, greedy and seeded, short and
-long prompts, prompts with a shared beginning, several samples; requests that are wrong; leaving while queued, in prefill and
-in the middle of a stream; reading slowly, or never; and every now and then a burst that overflows the queue.
+What clients do, drawn at random from a fixed seed: whole and streamed answers over HTTP and gRPC, greedy and seeded,
+short and long prompts, prompts with a shared beginning, several samples; requests that are wrong; leaving while
+queued, in prefill and in the middle of a stream; reading slowly, or never; and every now and then a burst that
+overflows the queue.
 
-What must be true: every answer that was read to its end equals the one its request got alone, before the traffic; each
-request has one outcome; afterwards all gauges are 0 and there are as many threads and file descriptors as before; nothing
-was compiled; memory does not grow. The slope of the resident memory is a least-squares fit over the second half of the run.
+What must be true: every answer that was read to its end equals the one its request got alone, before the traffic;
+each request has one outcome; afterwards all gauges are 0 and there are as many threads and file descriptors as
+before; nothing was compiled; memory does not grow. The slope of the resident memory is a least-squares fit over the
+second half of the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import json
-import os
 import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import httpx
-import numpy as np
 
 from benchmarks.server_process import BenchServer
+from benchmarks.soak_report import GAUGES, Report, judge, read_process
 from protos import preheat_pb2
 from server.client import AsyncClient, decode_request
 from server.errors import InvalidRequest, QueueFull, ServerError
 
 NEAR_TIE = 1e-3  # nats between the first two tokens, below which batches of other sizes may choose otherwise
-GAUGES = ("preheat_requests_running", "preheat_requests_waiting", "preheat_slots_used", "preheat_kv_pages_used")
 SETTLE_SECONDS = 30.0  # for what is left of the traffic when the clients have gone
 TIMEOUT = 300.0  # seconds of one request; on a small machine a full queue takes its time
 
@@ -49,53 +47,6 @@ class Case:
     options: dict
     text: str = ""
     tokens: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """One look at a process."""
-
-    at: float  # seconds
-    rss: int  # bytes
-    threads: int
-    files: int  # descriptors
-
-
-@dataclasses.dataclass
-class Report:
-    """What happened. `problems` is empty after a good run."""
-
-    seconds: float
-    sent: int = 0
-    unsure: int = 0  # left so early that the server need not have seen them
-    compared: int = 0
-    seen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # outcomes that clients saw
-    outcomes: dict[str, int] = dataclasses.field(default_factory=dict)  # as the server counted them
-    readings: dict[str, list[Reading]] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-    def slope(self, process: str) -> float:
-        """Growth of the resident memory over the second half, in MiB per minute."""
-        half = self.readings[process][len(self.readings[process]) // 2 : -1]  # the last one is taken at rest
-        if len(half) < 3:
-            return 0.0
-        minutes = np.array([reading.at for reading in half]) / 60
-        return float(np.polyfit(minutes, [reading.rss / 2**20 for reading in half], 1)[0])
-
-    def text(self) -> str:
-        lines = [
-            f"{self.seconds:.0f} s, {self.sent} requests sent, {self.compared} answers equal to those of solo runs",
-            "outcomes: " + ", ".join(f"{name} {count}" for name, count in self.outcomes.items())
-            + f"; sum {sum(self.outcomes.values())}; {self.unsure} left at once, of which the server saw "
-            f"{self.unsure - (self.sent - sum(self.outcomes.values()))}",
-        ]  # fmt: skip
-        for name, readings in self.readings.items():
-            first, last = readings[0], readings[-1]
-            lines.append(
-                f"{name}: resident {first.rss / 2**20:.0f} -> {last.rss / 2**20:.0f} MiB, slope {self.slope(name):+.2f} "
-                f"MiB/min, threads {first.threads} -> {last.threads}, files {first.files} -> {last.files}"
-            )
-        return "\n".join([*lines, *(f"WRONG: {problem}" for problem in self.problems)])
 
 
 class Soak:
@@ -141,7 +92,7 @@ class Soak:
             await self._settled()
             after = await self._metrics()
         await self._rested()
-        self._judge(before, after)
+        judge(report, before, after)
         return report
 
     # Before the traffic
@@ -201,7 +152,7 @@ class Soak:
             try:
                 await action(self._random.choice(self._cases))
             except (ServerError, httpx.HTTPError, OSError) as error:
-                self._problem(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
+                self._report.problem(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
 
     async def _bursts(self, seconds: float) -> None:
         """Twice what the server can hold, at once, about five times a run and at least every 20 seconds."""
@@ -230,7 +181,7 @@ class Soak:
                 elif line.startswith("data: "):
                     event = json.loads(line[6:])
                     if "error" in event:
-                        self._problem(f"error in a stream: {event['error']}")
+                        self._report.problem(f"error in a stream: {event['error']}")
                     text += "".join(choice["text"] for choice in event.get("choices", ()))
                 if pause:
                     await asyncio.sleep(pause)
@@ -249,7 +200,7 @@ class Soak:
         except QueueFull as error:
             self._report.seen["rejected"] += 1
             if not error.retry_after or error.retry_after < 1:
-                self._problem(f"a full queue without a useful Retry-After: {error.retry_after}")
+                self._report.problem(f"a full queue without a useful Retry-After: {error.retry_after}")
             await asyncio.sleep(0.05)
             return
         self._report.seen["ok"] += 1
@@ -318,13 +269,13 @@ class Soak:
         if answer.status_code == 400:
             self._report.seen["invalid"] += 1
         else:
-            self._problem(f"{content[:60]!r} got {answer.status_code}")
+            self._report.problem(f"{content[:60]!r} got {answer.status_code}")
 
     async def _wrong_grpc(self, case: Case) -> None:
         self._report.sent += 1
         try:
             await self._grpc.generate(case.prompt, max_tokens=5, top_p=7.0)
-            self._problem("top_p 7 was accepted")
+            self._report.problem("top_p 7 was accepted")
         except InvalidRequest:
             self._report.seen["invalid"] += 1
 
@@ -336,18 +287,14 @@ class Soak:
         if answer.status_code == 429 and int(answer.headers.get("retry-after", 0)) >= 1:
             self._report.seen["rejected"] += 1
         else:
-            self._problem(f"status {answer.status_code}: {answer.text[:200]}")
+            self._report.problem(f"status {answer.status_code}: {answer.text[:200]}")
         return False
 
     def _compare(self, case: Case, answer: str | tuple[int, ...]) -> None:
         expected = case.text if isinstance(answer, str) else case.tokens
         self._report.compared += 1
         if answer != expected:
-            self._problem(f"{case.options} on {len(case.prompt)} tokens: {answer!r} instead of {expected!r}")
-
-    def _problem(self, text: str) -> None:
-        if len(self._report.problems) < 50:
-            self._report.problems.append(text)
+            self._report.problem(f"{case.options} on {len(case.prompt)} tokens: {answer!r} instead of {expected!r}")
 
     # Watching
 
@@ -362,7 +309,7 @@ class Soak:
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
     async def _settled(self) -> None:
-        """Waits until nothing runs; gives up after a while, for `_judge` to say so."""
+        """Waits until nothing runs; gives up after a while, for `judge` to say so."""
         end = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < end:
             values = await self._metrics()
@@ -380,49 +327,6 @@ class Soak:
                     break
                 await asyncio.sleep(0.1)
             self._report.readings[name].append(last)
-
-    def _judge(self, before: dict[str, float], after: dict[str, float]) -> None:
-        report = self._report
-        series = {name: f'preheat_requests_total{{outcome="{name}"}}'
-                  for name in ("ok", "error", "rejected", "cancelled", "invalid")}  # fmt: skip
-        report.outcomes = {name: int(after[key] - before[key]) for name, key in series.items()}
-        total = sum(report.outcomes.values())
-        if not report.sent - report.unsure <= total <= report.sent:
-            self._problem(f"{report.sent} requests were sent ({report.unsure} left at once), {total} have an outcome")
-        if report.outcomes["error"]:
-            self._problem(f"{report.outcomes['error']} requests ended in an error")
-        if report.outcomes["invalid"] != report.seen["invalid"]:
-            self._problem(f"clients saw {report.seen['invalid']} refusals as invalid, {report.outcomes['invalid']} count")
-        if not 0 <= report.outcomes["ok"] - report.seen["ok"] <= report.sent - sum(report.seen.values()):
-            self._problem(f"clients saw {report.seen['ok']} answers, {report.outcomes['ok']} count")
-        for name in GAUGES:
-            if after[name]:
-                self._problem(f"{name} is {after[name]} with nothing running")
-        for name in ("compiles", "traces"):
-            made = after[f'preheat_xla_{name}_total{{phase="serving"}}']
-            if made:
-                self._problem(f"{made:.0f} {name} while serving")
-        fallen = [name for name in before if "_total" in name and after.get(name, 0) < before[name]]
-        if fallen:
-            self._problem(f"counters have fallen: {fallen}")
-        for name, readings in report.readings.items():
-            first, last = readings[0], readings[-1]
-            if last.threads > first.threads or last.files > first.files:
-                self._problem(f"{name}: more threads or files than before: {first} -> {last}")
-            growth = report.slope(name) * report.seconds / 2 / 60
-            if growth > max(32.0, 0.03 * last.rss / 2**20):
-                self._problem(f"{name}: resident memory grew by {growth:.0f} MiB in the second half")
-        if not report.compared:
-            self._problem("no answer was compared")
-
-
-def read_process(pid: int) -> Reading:
-    """Looks at ``/proc`` (Linux)."""
-    folder = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
-    return Reading(
-        time.monotonic(), int(status["VmRSS"].split()[0]) * 1024, int(status["Threads"]), len(os.listdir(folder / "fd"))
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

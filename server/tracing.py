@@ -7,9 +7,10 @@
       prefill           until its first token
       decode            until its end
 
-Spans are made when a request has ended, from the times it carries anyway (`server.live_request.LiveRequest`), so tracing adds
-nothing to the threads that serve. `open_tracer` is asked once, at the start; where ``OTEL_EXPORTER_OTLP_ENDPOINT`` is not set
-there is no tracer. The packages are the extra ``otel``; the exporter reads the other ``OTEL_*`` variables itself.
+Spans are made when a request has ended, from the times it carries anyway (`server.live_request.LiveRequest`), so
+tracing adds nothing to the threads that serve. `open_tracer` is asked once, at the start; where
+``OTEL_EXPORTER_OTLP_ENDPOINT`` is not set there is no tracer. The packages are the extra ``otel``; the exporter reads
+the other ``OTEL_*`` variables itself.
 """
 
 from __future__ import annotations

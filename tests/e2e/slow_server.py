@@ -1,7 +1,7 @@
 """``preheat`` with an engine that is slow and can break, for tests of how a real process ends.
 
-``TEST_STEP_SECONDS``: each decode step takes at least so long. ``TEST_EXHAUSTED``: a path; as soon as a file is there, a decode
-step fails as XLA fails when the device's memory is used up.
+``TEST_STEP_SECONDS``: each decode step takes at least so long. ``TEST_EXHAUSTED``: a path; as soon as a file is
+there, a decode step fails as XLA fails when the device's memory is used up.
 """
 
 import os
@@ -22,7 +22,7 @@ generate = JaxEngine.generate
 def slow_generate(self, rows):
     time.sleep(STEP_SECONDS)
     if EXHAUSTED.exists():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
     return generate(self, rows)
 
 

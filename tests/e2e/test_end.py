@@ -50,7 +50,11 @@ class HttpStream(threading.Thread):
         self.start()
 
     def run(self):
-        with contextlib.suppress(httpx.RemoteProtocolError), httpx.stream("POST", f"{self.url}/v1/completions", json={**self.body, "stream": True}, timeout=60) as answer:
+        body = {**self.body, "stream": True}
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),  # a server that ends at once says nothing
+            httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer,
+        ):
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     self.events.append(line[6:])
@@ -98,15 +102,14 @@ def test_clients_that_leave_free_everything_and_sigterm_lets_the_others_finish(c
     with slow_server(cache, step=0.03) as server:
         with running(server):  # so that leaving is seen beside others
             used = server.metric("preheat_kv_pages_used")
-            with httpx.stream("POST", f"{server.http}/generate",
-                              json={"prompt": "left", "max_tokens": LONG, "ignore_eos": True, "stream": True}) as answer:  # fmt: skip
+            body = {"prompt": "left", "max_tokens": LONG, "ignore_eos": True}
+            with httpx.stream("POST", f"{server.http}/generate", json={**body, "stream": True}) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 assert server.metric("preheat_slots_used") == 4
             wait_until(lambda: server.metric("preheat_slots_used") == 3, 2)
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.http}/generate", json={"prompt": "left", "max_tokens": LONG, "ignore_eos": True},
-                           timeout=0.3)  # fmt: skip
+                httpx.post(f"{server.http}/generate", json=body, timeout=0.3)
             wait_until(lambda: server.metric("preheat_slots_used") == 3, 2)
             with Client(server.grpc) as client:
                 stream = client.stream("left", max_tokens=LONG, ignore_eos=True)
@@ -217,7 +220,8 @@ def test_a_killed_orchestrator_is_seen_by_its_proxies(cache):
 def test_readers_that_never_read_hold_nobody_up_and_little_memory(server):
     """Their requests run to the end, others are served, and what waits for them is small."""
     host, port = server.http.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": [[7, 8]] * 4, "max_tokens": 150, "ignore_eos": True, "logprobs": 5, "n": 2, "stream": True})
+    options = {"max_tokens": 150, "ignore_eos": True, "logprobs": 5, "n": 2, "stream": True}
+    body = json.dumps({"prompt": [[7, 8]] * 4, **options})
     request = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
     done = 'preheat_requests_total{outcome="ok"}'
     before, rss = server.metric(done), resident(server)

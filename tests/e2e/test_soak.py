@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.soak import Soak
 
-SECONDS = 25.0  # for each warmup mode
+SECONDS = 20.0  # for each warmup mode
 CAPACITY = 4 + 64  # slots and queue of the session's servers
 
 
