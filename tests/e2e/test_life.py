@@ -1,7 +1,9 @@
 """A server that is killed takes its own HTTP proxy along (one that was started by itself stays: ``test_end.py``)."""
 
 import contextlib
+import os
 import pathlib
+import signal
 import socket
 import sys
 import threading
@@ -50,6 +52,10 @@ def test_a_killed_server_takes_its_proxy_along(cache, streaming):
             threading.Thread(target=read, daemon=True).start()
             assert begun.wait(30)
         server.process.kill()
-        wait_until(lambda: ended(proxy), 10)
-        assert refused(server.http)
+        try:
+            wait_until(lambda: ended(proxy), 10)
+            assert refused(server.http)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a failed test leaves no process behind
+                os.kill(proxy, signal.SIGKILL)
         assert not streaming or over.wait(10)  # its client is not left hanging
