@@ -9,9 +9,9 @@ queued, in prefill and in the middle of a stream; reading slowly, or never; and 
 overflows the queue.
 
 What must be true: every answer that was read to its end equals the one its request got alone, before the traffic;
-each request has one outcome; afterwards all gauges are 0 and there are as many threads and file descriptors as
-before; nothing was compiled; memory does not grow. The slope of the resident memory is a least-squares fit over the
-second half of the run.
+each request has one outcome; afterwards all gauges are 0 and there are as many threads and file descriptors as before
+(two threads more at most: pools fill late); nothing was compiled; memory does not grow. The slope of the resident
+memory is a least-squares fit over the second half of the run.
 """
 
 from __future__ import annotations
