@@ -224,14 +224,30 @@ class DecodeCall:
 
     async def __aiter__(self) -> AsyncIterator[DecodeResponse]:
         try:
-            async for message in self._call:
+            while (message := await self._read()) is not grpc.aio.EOF:
                 yield message
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
+    async def _read(self) -> Any:
+        """The next message. A read of gRPC that is cancelled itself loses some native memory, 250 bytes each time; so
+        whoever leaves cancels the call, which ends the read."""
+        read = asyncio.ensure_future(self._call.read())
+        try:
+            return await asyncio.shield(read)
+        except asyncio.CancelledError:
+            self._call.cancel()
+            read.add_done_callback(_nobody_waits)
+            raise
+
     def cancel(self) -> None:
         """Cancels the request, if it is not over."""
         self._call.cancel()
+
+
+def _nobody_waits(read: asyncio.Future[Any]) -> None:
+    if not read.cancelled():
+        read.exception()  # looked at, so that it is not reported as forgotten
 
 
 class AsyncClient:

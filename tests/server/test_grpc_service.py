@@ -19,7 +19,7 @@ from engine.mock import Table
 from protos import orchestrator_pb2_grpc, preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest, HealthCheckRequest
 from server import errors
-from server.client import AsyncClient, Client, decode_request
+from server.client import AsyncClient, Client, DecodeCall, decode_request
 from server.errors import StartError
 from server.grpc_service import GrpcServer
 from server.metrics import Metrics
@@ -231,6 +231,38 @@ def test_async_client(doors):
         return [piece async for piece in stream]
 
     assert asyncio.run(talk()) == ("bcd", "yz")
+
+
+def test_leaving_cancels_the_call_and_not_the_read():
+    """A cancelled read of gRPC loses native memory."""
+
+    class Call:
+        cancelled = False
+
+        def __init__(self):
+            self.ended, self.reading = asyncio.Event(), asyncio.Event()
+
+        async def read(self):
+            self.reading.set()
+            await self.ended.wait()
+            return grpc.aio.EOF
+
+        def cancel(self):
+            Call.cancelled = True
+            self.ended.set()
+
+    async def leave():
+        call = Call()
+        reader = asyncio.ensure_future(anext(aiter(DecodeCall(call))))
+        await asyncio.wait_for(call.reading.wait(), TIMEOUT)
+        (read,) = asyncio.all_tasks() - {reader, asyncio.current_task()}
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert Call.cancelled
+        assert await asyncio.wait_for(read, TIMEOUT) is grpc.aio.EOF
+
+    asyncio.run(leave())
 
 
 def test_tokenizer_and_chat_methods(client):
