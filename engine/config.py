@@ -161,6 +161,7 @@ class EngineConfig:
     quantize: Literal["none", "int8"] = "none"
     tp: int = 1
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
+    call_bytes: int = 0  # of weights that a call of some unrolled layers reads (`engine.segments`); 0: all layers in one program
 
     @property
     def pages_per_slot(self) -> int:
@@ -186,6 +187,9 @@ class EngineConfig:
         return next(size for size in self.batch_sizes if size >= rows)
 
 
+CPU_CALL_BYTES = 96 * 2**20
+
+
 def layer_layout(platform: str) -> Literal["unrolled", "scanned"]:
     """Whether layers are unrolled or scanned on a backend (``cpu``, ``gpu``, ``tpu``).
 
@@ -193,3 +197,8 @@ def layer_layout(platform: str) -> Literal["unrolled", "scanned"]:
     costs nothing and makes programs whose size does not grow with the number of layers.
     """
     return "unrolled" if platform == "cpu" else "scanned"
+
+
+def call_bytes(platform: str) -> int:
+    """`EngineConfig.call_bytes` for a backend: only on CPU does a program's start-up cost grow with the number of layers."""
+    return CPU_CALL_BYTES if platform == "cpu" else 0

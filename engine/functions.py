@@ -7,22 +7,24 @@ Each takes at most one packed int32 array from the host, so a call costs one sma
     fetch      pages used | pages | tokens
     set_mask   slot, masked | mask
     generate   per row: slot, page of the position written
+
+`prefill` and `generate` are three functions, one after the other: `begin_...` embeds, `run_layers` runs layers, `end_...` chooses
+tokens and makes the new state. They are one program, or several where a model runs in segments (`engine/segments.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from engine import model as decoder
 from engine.attention import attend_pages, attend_prefix
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
-from engine.state import DecodeState, Prefix, mask_words
-from engine.weights import Weights
+from engine.state import DecodeState, Pools, Prefix, mask_words
+from engine.weights import LayerWeights, Weights
 
 PREFILL_HEADER = 7
 INSERT_HEADER = 4
@@ -31,13 +33,13 @@ MASK_HEADER = 2
 PROMPT_LOGPROB_ROWS = 32  # positions whose logits exist at once while a prompt is scored
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PrefixCache:
     """Rows are consecutive tokens of one prompt, stored in a prefix from position ``start``."""
 
-    start: jax.Array
+    start: jax.Array  # int32
     positions: jax.Array  # int32 [rows]
-    length: jax.Array  # live tokens, these included
+    length: jax.Array  # int32: live tokens, these included
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
@@ -49,7 +51,7 @@ class PrefixCache:
         return jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.start, 0))
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class PagedCache:
     """Rows are one token of each sequence, stored in the sequence's page that holds its position."""
 
@@ -73,22 +75,48 @@ class PagedCache:
         return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
 
 
+@struct.dataclass
+class Rows:
+    """What layers need to know of the rows that run."""
+
+    rotations: tuple[tuple[jax.Array, jax.Array] | None, ...]  # of each kind of layer: cosines and sines [rows, rotary_dim / 2]
+    cache: PrefixCache | PagedCache
+
+
+def run_layers(model: ModelConfig, pattern: tuple[int, ...], pools: Pools, layers: tuple[LayerWeights, ...], x: jax.Array, rows: Rows):
+    """Consecutive layers, of the kinds ``pattern``: their pools, and the hidden states behind them."""
+    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, rows.cache)
+    return (keys, values), x
+
+
 def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
     """One chunk of a prompt, padded to ``bucket`` tokens.
 
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
     log-probs [bucket, result_width()], zeros unless wanted.
     """
-    sizes = (sampling_width(), mask_words(model.vocab_size), config.max_len, bucket)
-    header, sampling, mask, generated, tokens = _split(request, PREFILL_HEADER, *sizes)
-    start, length, last, want_prompt, next_token, masked, total = header
+    x, rows = begin_prefill(model, config, bucket, prefix, weights, request)
+    pools, x = run_layers(model, model.pattern, prefix.pools, weights.layers, x, rows)
+    prefix, first, prompt = end_prefill(model, config, bucket, prefix, weights, request, x)
+    return prefix.with_pools(*pools), first, prompt
+
+
+def begin_prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
+    """The hidden states of a chunk's tokens, and its `Rows`."""
+    (start, length, _, _, _, _, total), *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
+    rotations = decoder.rotary(model, positions, jnp.broadcast_to(total, positions.shape))
+    return decoder.embed(model, weights, tokens), Rows(rotations, PrefixCache(start, positions, start + length))
+
+
+def end_prefill(
+    model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array, x: jax.Array
+):
+    """The rest of `prefill`, behind the layers."""
+    header, sampling, mask, generated, tokens = _split(request, *_prefill_sizes(model, config, bucket))
+    start, length, last, want_prompt, next_token, masked, _ = header
     live = jnp.arange(bucket) < length
     end = start + length
-    cache = PrefixCache(start, positions, end)
-    context = jnp.broadcast_to(total, positions.shape)
-    x = decoder.embed(model, weights, tokens)
-    x, keys, values = decoder.run_layers(model, weights, x, positions, context, prefix.k, prefix.v, cache)
     seen = prefix.in_prompt & (start > 0)
     seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
 
@@ -113,7 +141,11 @@ def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefi
         lambda: _prompt_logprobs(model, weights, x, following),
         lambda: jnp.zeros((bucket, result_width()), jnp.int32),
     )
-    return Prefix(k=keys, v=values, in_prompt=seen), first, prompt
+    return prefix.replace(in_prompt=seen), first, prompt
+
+
+def _prefill_sizes(model: ModelConfig, config: EngineConfig, bucket: int) -> tuple[int, ...]:
+    return PREFILL_HEADER, sampling_width(), mask_words(model.vocab_size), config.max_len, bucket
 
 
 def _prompt_logprobs(model: ModelConfig, weights: Weights, x: jax.Array, following: jax.Array) -> jax.Array:
@@ -196,22 +228,32 @@ def set_mask(model: ModelConfig, state: DecodeState, request: jax.Array) -> Deco
     )
 
 
-def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, rows: jax.Array):
+def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
     """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
-    slots, pages = rows[:, 0], rows[:, 1]
-    active = slots < config.slots
-    positions = jnp.where(active, state.lengths[slots], 0)
-    page_table = state.page_table.at[slots, positions // config.page_size].set(pages)
+    x, rows = begin_generate(model, config, state, weights, request)
+    pools, x = run_layers(model, model.pattern, state.pools, weights.layers, x, rows)
+    state, results = end_generate(model, config, state, weights, request, x)
+    return state.with_pools(*pools), results
+
+
+def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
+    """The hidden states of the rows' last tokens, and their `Rows`."""
+    slots, active, positions, page_table = _rows(config, state, request)
     cache = PagedCache(
         page_table=page_table[slots],
-        pages=pages,
+        pages=request[:, 1],
         offsets=positions % config.page_size,
         lengths=jnp.where(active, positions + 1, 0),
     )
-    tokens = state.tokens[slots]
-    x, k_pages, v_pages = decoder.run_layers(
-        model, weights, decoder.embed(model, weights, tokens), positions, positions + 1, state.k_pages, state.v_pages, cache
-    )
+    rotations = decoder.rotary(model, positions, positions + 1)
+    return decoder.embed(model, weights, state.tokens[slots]), Rows(rotations, cache)
+
+
+def end_generate(
+    model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array, x: jax.Array
+):
+    """The rest of `generate`, behind the layers."""
+    slots, active, positions, page_table = _rows(config, state, request)
     scores = decoder.logits(model, weights, x)
     options = unpack(state.sampling[slots])
     generated = state.generated[slots]
@@ -225,20 +267,22 @@ def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weigh
         masks=state.masks,
     )
     chosen = choose(scores, options, context)
-    new_state = DecodeState(
-        k_pages=k_pages,
-        v_pages=v_pages,
+    new_state = state.replace(
         page_table=page_table,
         lengths=state.lengths.at[slots].set(jnp.where(active, positions + 1, 0)),
         tokens=state.tokens.at[slots].set(chosen),
         generated=state.generated.at[slots].set(generated + 1),
         counts=state.counts.at[slots, chosen].add(1),
-        in_prompt=state.in_prompt,
-        sampling=state.sampling,
-        masked=state.masked,
-        masks=state.masks,
     )
     return new_state, pack_results(chosen, scores, jnp.any(options.logprobs > 0))
+
+
+def _rows(config: EngineConfig, state: DecodeState, request: jax.Array):
+    """The slot of each row, whether it is more than padding, the position it writes, and the page table with its page."""
+    slots, pages = request[:, 0], request[:, 1]
+    active = slots < config.slots
+    positions = jnp.where(active, state.lengths[slots], 0)
+    return slots, active, positions, state.page_table.at[slots, positions // config.page_size].set(pages)
 
 
 def _count(model: ModelConfig, tokens: jax.Array) -> jax.Array:

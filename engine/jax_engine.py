@@ -22,11 +22,13 @@ import numpy as np
 from engine import functions
 from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
-from engine.config import ConfigError, EngineConfig, ModelConfig
-from engine.programs import Program
+from engine.config import ConfigError, EngineConfig, ModelConfig, RopeConfig
+from engine.programs import Program, tree_bytes
+from engine.rope import rotary_dim
 from engine.sampling import NO_TOKEN, pack, result_width, sampling_width
+from engine.segments import Segment, segments
 from engine.sharding import make_mesh, replicated
-from engine.state import DecodeState, Prefix, abstract_prefix, abstract_state, mask_words, table_width
+from engine.state import DecodeState, Pools, Prefix, abstract_prefix, abstract_state, mask_words, table_width
 from engine.weights import Weights, abstract_weights
 
 
@@ -71,6 +73,7 @@ class JaxEngine:
         self.abstract_state: DecodeState = abstract_state(model, config, self.mesh, self._block_pages)
         self.abstract_prefix: Prefix = abstract_prefix(model, config, self.mesh)
         self._replicated = replicated(self.mesh, (), jnp.int32).sharding
+        self._segments: dict[str, tuple[Segment, ...]] = {}  # by the name of the whole; absent: one program
         self._programs = {program.name: program for program in self._table()}
         self._executables: Mapping[str, Callable] = {}
         self._weights: Weights | None = None
@@ -120,11 +123,41 @@ class JaxEngine:
         first = host(1, result_width())
         yield program("init_state", init_state, (), state)
         yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
+
+        def rotation(rope: RopeConfig | None, rows: int):
+            if rope is None:
+                return None
+            angles = replicated(self.mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
+            return angles, angles
+
+        def chain(name, rows, cache, bound, carried, request, outputs, **donated) -> Iterator[Program]:
+            """The programs of `functions.prefill` or `generate`: one, or those of its segments."""
+            kind, _, size = name.partition("/")
+            whole, begin, end = (
+                named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *bound)
+                for part in ("", "begin_", "end_")
+            )
+            split = segments(model, config, rows, tree_bytes(weights.layers[0]))
+            if not split:
+                yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, **donated)
+                return
+            self._segments[name] = split
+            rest, outer = carried.with_pools((), ()), weights.replace(layers=())
+            x = replicated(self.mesh, (rows, model.hidden_size), config.dtype)
+            about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache)
+            yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
+            for segment in {segment.part: segment for segment in reversed(split)}.values():
+                run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, segment.pattern)
+                pools = segment.of_pools(carried.pools)
+                arguments = (pools, weights.layers[segment.layers], x, about)
+                yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
+            yield program(f"{name}/end", end, (rest, outer, request, x), (rest, *outputs), donates=0, **donated)
+
         for bucket in config.prefill_buckets:
             request = host(functions.PREFILL_HEADER + sampling + mask + config.max_len + bucket)
-            function = named(f"prefill_{bucket}", functions.prefill, model, config, bucket)
-            outputs = (prefix, first, host(bucket, result_width()))
-            yield program(f"prefill/{bucket}", function, (prefix, weights, request), outputs, donates=0)
+            cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
+            outputs = (first, host(bucket, result_width()))
+            yield from chain(f"prefill/{bucket}", bucket, cache, (bucket,), prefix, request, outputs)
         request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
         function = named("insert", functions.insert, model, config)
         yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
@@ -135,11 +168,10 @@ class JaxEngine:
             "set_mask", function, (state, host(functions.MASK_HEADER + mask)), state, donates=0, takes_state=True
         )
         for batch in config.batch_sizes:
-            function = named(f"generate_{batch}", functions.generate, model, config)
-            outputs = (state, host(batch, result_width()))
-            yield program(
-                f"generate/{batch}", function, (state, weights, host(batch, 2)), outputs, donates=0, takes_state=True
-            )
+            one = host(batch)
+            cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
+            outputs = (host(batch, result_width()),)
+            yield from chain(f"generate/{batch}", batch, cache, (), state, host(batch, 2), outputs, takes_state=True)
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
@@ -164,15 +196,16 @@ class JaxEngine:
         neutral = SamplingParams()
         prefix = self.acquire_prefix()
         try:
-            kind, _, size = name.partition("/")
+            kind, size, part = [*name.split("/"), "", ""][:3]
             match kind:
+                case _ if part:
+                    result = self._touch_part(f"{kind}/{size}", part, prefix)
                 case "init_state":  # `allocate` ran it: a second state would not fit beside the first
                     result = self._state
                 case "init_prefix":
                     result = prefix.arrays = self._call("init_prefix")
                 case "prefill":
-                    tokens = np.zeros(int(size), np.int32)
-                    result = self.prefill(prefix, tokens, 0, neutral, last=True).results
+                    result = self.prefill(prefix, np.zeros(int(size), np.int32), 0, neutral, last=True).results
                 case "insert":
                     first = Step(self._put(np.zeros((1, result_width()), np.int32)), 1)
                     self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
@@ -184,13 +217,37 @@ class JaxEngine:
                     self.set_mask(self.config.slots, None)
                     result = self._state
                 case "generate":
-                    scratch = Row(self.config.slots, 0)
-                    result = self._generate([scratch] * int(size), int(size)).results
+                    result = self._generate((), int(size)).results
                 case _:
                     raise ValueError(f"no way to run the program {name!r}")
             jax.block_until_ready(result)
         finally:
             self.release_prefix(prefix)
+
+    def _touch_part(self, name: str, part: str, prefix: PrefixBuffer):
+        """Runs one program of a chain; the state and the prefix are left as they were, but for scratch."""
+        kind, _, size = name.partition("/")
+        if kind == "prefill":
+            carried = prefix.arrays
+            request = self._prefill_request(np.zeros(int(size), np.int32), 0, SamplingParams(), last=True)
+        else:
+            carried, request = self._state, self._generate_request((), int(size))
+        begin = (carried.with_pools((), ()), self._weights.replace(layers=()), request)
+        x, rows = self._call(f"{name}/begin", *begin)
+        if part == "begin":
+            return x
+        if part == "end":
+            rest, *results = self._call(f"{name}/end", *begin, x)
+            carried = rest.with_pools(*carried.pools)
+        else:
+            segment = next(segment for segment in self._segments[name] if segment.part == part)
+            pools, results = self._run_segment(name, segment, carried.pools, x, rows)
+            carried = carried.with_pools(*segment.into_pools(carried.pools, pools))
+        if kind == "prefill":
+            prefix.arrays = carried
+        else:
+            self._state = carried
+        return results
 
     # --- verbs ---------------------------------------------------------------------------------------------------------
 
@@ -220,17 +277,23 @@ class JaxEngine:
         generated: np.ndarray | None = None,
         prompt_length: int | None = None,
     ) -> Step:
+        request = self._prefill_request(
+            tokens, start, sampling, last, next_token, prompt_logprobs, mask, generated, prompt_length
+        )
+        bucket = self.config.prefill_bucket(len(tokens))
+        prefix.arrays, first, prompt = self._chain(f"prefill/{bucket}", prefix.arrays, request)
+        return Step(first, int(last), prompt if prompt_logprobs else None, len(tokens))
+
+    def _prefill_request(
+        self, tokens, start, sampling, last, next_token=-1, prompt_logprobs=False, mask=None, generated=None, prompt_length=None
+    ) -> jax.Array:
         count = len(tokens)
-        bucket = self.config.prefill_bucket(count)
         words = self._all_allowed if mask is None else mask.view(np.int32)
-        padded = np.zeros(bucket, np.int32)
+        padded = np.zeros(self.config.prefill_bucket(count), np.int32)
         padded[:count] = tokens
         total = start + count if prompt_length is None else prompt_length
         header = (start, count, last, prompt_logprobs, next_token, mask is not None, total)
-        request = self._pack(header, pack(sampling), words, self._generated(generated), padded)
-        arrays, first, prompt = self._call(f"prefill/{bucket}", prefix.arrays, self._weights, request)
-        prefix.arrays = arrays
-        return Step(first, int(last), prompt if prompt_logprobs else None, count)
+        return self._pack(header, pack(sampling), words, self._generated(generated), padded)
 
     def insert(
         self,
@@ -262,12 +325,16 @@ class JaxEngine:
         return self._generate(rows, self.config.batch_size(len(rows)))
 
     def _generate(self, rows: Sequence[Row], batch: int) -> Step:
-        packed = np.zeros((batch, 2), np.int32)
-        packed[:, 0] = self.config.slots  # scratch
-        packed[: len(rows)] = [(row.slot, row.page) for row in rows]
-        self._state, results = self._call(f"generate/{batch}", self._state, self._weights, self._put(packed))
+        self._state, results = self._chain(f"generate/{batch}", self._state, self._generate_request(rows, batch))
         results.copy_to_host_async()
         return Step(results, len(rows))
+
+    def _generate_request(self, rows: Sequence[Row], batch: int) -> jax.Array:
+        packed = np.zeros((batch, 2), np.int32)
+        packed[:, 0] = self.config.slots  # scratch
+        for index, row in enumerate(rows):
+            packed[index] = row.slot, row.page
+        return self._put(packed)
 
     def read(self, step: Step) -> TokenResults:
         return _unpack_results(np.asarray(step.results)[: step.rows])
@@ -281,6 +348,23 @@ class JaxEngine:
 
     def _call(self, name: str, *arguments):
         return self._executables[name](*arguments)
+
+    def _chain(self, name: str, carried: DecodeState | Prefix, request: jax.Array):
+        """`functions.prefill` or `generate`, in one program or in segments."""
+        if name not in self._segments:
+            return self._call(name, carried, self._weights, request)
+        begin = (carried.with_pools((), ()), self._weights.replace(layers=()), request)
+        x, rows = self._call(f"{name}/begin", *begin)
+        pools = carried.pools
+        for segment in self._segments[name]:
+            new, x = self._run_segment(name, segment, pools, x, rows)
+            pools = segment.into_pools(pools, new)
+        rest, *outputs = self._call(f"{name}/end", *begin, x)
+        return rest.with_pools(*pools), *outputs
+
+    def _run_segment(self, name: str, segment: Segment, pools: Pools, x: jax.Array, rows: functions.Rows):
+        layers = self._weights.layers[segment.layers]
+        return self._call(f"{name}/{segment.part}", segment.of_pools(pools), layers, x, rows)
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._replicated)

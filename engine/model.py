@@ -1,6 +1,6 @@
 """The decoder: one transformer for every family, configured by `ModelConfig`.
 
-`run_layers` takes the hidden states of some rows through all layers. Rows are the tokens of one prompt chunk in prefill and
+`run_layers` takes the hidden states of some rows through consecutive layers. Rows are the tokens of one prompt chunk in prefill and
 one token of each sequence in decode; where keys and values are kept, and what is attended to, is the caller's `Cache`.
 
 Layers may be of several kinds (`LayerKind`). Unrolled, a layer's kind is static: each kind is traced once. Scanned, what differs
@@ -53,20 +53,25 @@ def embed(model: ModelConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
         return x if model.embed_scale == 1.0 else x * jnp.asarray(model.embed_scale, x.dtype)
 
 
+def rotary(model: ModelConfig, positions: jax.Array, context: jax.Array) -> tuple[CosSin | None, ...]:
+    """The rotary embedding of each kind of layer at ``positions`` int32 [rows]. ``context`` int32 [rows]: tokens of the whole
+    sequence, for embeddings that follow it."""
+    return tuple(
+        None if kind.rope is None else rotation(kind.rope, model.head_dim, positions, context) for kind in model.kinds
+    )
+
+
 def run_layers(
     model: ModelConfig,
-    weights: Weights,
+    pattern: tuple[int, ...],  # the kind of each layer that runs
+    layers: tuple[LayerWeights, ...],  # their weights, one group after the other
     x: jax.Array,  # [rows, hidden]
-    positions: jax.Array,  # int32 [rows]
-    context: jax.Array,  # int32 [rows]: tokens of the whole sequence, for rotary embeddings that follow it
-    keys: tuple[jax.Array, ...],  # one array per layer group
+    rotations: tuple[CosSin | None, ...],  # of each kind
+    keys: tuple[jax.Array, ...],  # one array per group
     values: tuple[jax.Array, ...],
     cache: Cache,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """All layers: the hidden states [rows, hidden] before the final norm, and the new keys and values."""
-    rotations = [
-        None if kind.rope is None else rotation(kind.rope, model.head_dim, positions, context) for kind in model.kinds
-    ]
+    """Consecutive layers: the hidden states [rows, hidden] behind them, and the new keys and values."""
 
     # A function of its own is traced once for all unrolled layers of a kind; XLA inlines it, so the donation of the pools holds.
     @functools.partial(jax.jit, static_argnums=0)
@@ -86,9 +91,9 @@ def run_layers(
         return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
 
     new_pools, first = [], 0
-    for group, *pools in zip(weights.layers, keys, values, strict=True):
-        pattern = model.pattern[first : (first := first + pools[0].shape[0])]
-        run = functools.partial(only_layer, pattern[0]) if len(pattern) == 1 else functools.partial(all_layers, pattern)
+    for group, *pools in zip(layers, keys, values, strict=True):
+        kinds = pattern[first : (first := first + pools[0].shape[0])]
+        run = functools.partial(only_layer, kinds[0]) if len(kinds) == 1 else functools.partial(all_layers, kinds)
         x, pools = run(group, x, tuple(pools))
         new_pools.append(pools)
     keys, values = zip(*new_pools, strict=True)
@@ -96,7 +101,7 @@ def run_layers(
 
 
 def logits(model: ModelConfig, weights: Weights, x: jax.Array) -> jax.Array:
-    """Float32 logits [rows, vocab] of hidden states [rows, hidden] as `run_layers` leaves them."""
+    """Float32 logits [rows, vocab] of hidden states [rows, hidden] as the last layer leaves them."""
     with jax.named_scope("logits"):
         head = weights.embed if weights.head is None else weights.head
         scores = linear(head, _norm(model, x, weights.final_norm)).astype(jnp.float32)
@@ -107,7 +112,7 @@ def logits(model: ModelConfig, weights: Weights, x: jax.Array) -> jax.Array:
         return scores
 
 
-def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: list[CosSin | None], rows: int):
+def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: tuple[CosSin | None, ...], rows: int):
     """A function from the layer's number within its group to its rotation and window; constants where all layers agree."""
     kinds = sorted(set(pattern))
     if len(kinds) == 1:

@@ -21,11 +21,16 @@ class Program:
     around it would lose the donation, and with it half of the memory (docs/why-aot-was-slow.md).
     """
 
-    name: str  # "prefill/256", "insert", "generate/8"
+    name: str  # "prefill/256", "insert", "generate/8", "generate/8/layers"
     function: Any  # jax.jit(...), donating; positional arguments only
     arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct with shardings, one per positional argument
     donates: int | None = None  # index of the donated argument (decode state or prefix), whose bytes must all be aliased
     takes_state: bool = False  # the donated argument is the decode state
+
+    @property
+    def chain(self) -> str:
+        """The verb and size it belongs to: "generate/8" of "generate/8/layers". Programs of a chain run one after the other."""
+        return "/".join(self.name.split("/")[:2])
 
     def trace(self):
         """The traced function, `jax.stages.Traced`: ``.lower()`` and ``.compile()`` follow."""
@@ -36,7 +41,7 @@ class Program:
         """Bytes of the donated argument on one device; 0 where none is donated."""
         if self.donates is None:
             return 0
-        return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(self.arguments[self.donates]))
+        return tree_bytes(self.arguments[self.donates])
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
@@ -46,3 +51,8 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     for extent in shape:
         size *= extent
     return size
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of abstract arrays on each device."""
+    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))

@@ -18,6 +18,7 @@ from engine.sharding import describe, replicated
 from engine.weights import layer_groups
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
+Pools = tuple[tuple[Array, ...], tuple[Array, ...]]  # keys and values, one array per layer group
 
 
 @struct.dataclass
@@ -39,6 +40,15 @@ class DecodeState:
     masked: Array  # bool [slots + 1]: the row's mask applies
     masks: Array  # uint32 [slots + 1, mask words]: tokens allowed, little end first
 
+    @property
+    def pools(self) -> Pools:
+        """Keys and values."""
+        return self.k_pages, self.v_pages
+
+    def with_pools(self, keys: tuple[Array, ...], values: tuple[Array, ...]) -> DecodeState:
+        """The same, with these keys and values; with none, what is left beside them."""
+        return self.replace(k_pages=keys, v_pages=values)
+
 
 @struct.dataclass
 class Prefix:
@@ -47,6 +57,15 @@ class Prefix:
     k: tuple[Array, ...]  # [n, kv_heads, prefix_capacity, head_dim] each
     v: tuple[Array, ...]
     in_prompt: Array  # bool [vocab]: tokens seen so far
+
+    @property
+    def pools(self) -> Pools:
+        """Keys and values."""
+        return self.k, self.v
+
+    def with_pools(self, keys: tuple[Array, ...], values: tuple[Array, ...]) -> Prefix:
+        """The same, with these keys and values; with none, what is left beside them."""
+        return self.replace(k=keys, v=values)
 
 
 def mask_words(vocab_size: int) -> int:

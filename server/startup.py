@@ -20,7 +20,7 @@ from typing import TypeVar
 import jax
 
 from engine.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from engine.config import ConfigError, EngineConfig, ModelConfig, layer_layout
+from engine.config import ConfigError, EngineConfig, ModelConfig, call_bytes, layer_layout
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
@@ -109,6 +109,7 @@ def engine_config(config: ServeConfig, model: ModelConfig, platform: str) -> Eng
         dtype=dtype,
         tp=config.tp,
         layers=layer_layout(platform),
+        call_bytes=call_bytes(platform),
     )
     return dataclasses.replace(layout, kv_pages=1 + layout.slots * layout.pages_per_slot)  # and the scratch page
 

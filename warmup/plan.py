@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import jax
 
 from engine.config import EngineConfig, ModelConfig
-from engine.programs import Program, bytes_per_device
+from engine.programs import Program, tree_bytes
 from warmup.errors import DoesNotFit, WarmupError
 from warmup.report import ProgramMemory, format_table
 
@@ -270,11 +270,6 @@ def with_max_len(config: EngineConfig, max_len: int) -> EngineConfig:
     return dataclasses.replace(config, max_len=max_len, prefill_buckets=tuple(needed + next_up))
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays on each device."""
-    return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
-
-
 def state_bytes(programs: Sequence[Program]) -> int:
     """Bytes of the decode state, KV pages included."""
     return max((program.donated_bytes for program in programs if program.takes_state), default=0)
@@ -299,7 +294,7 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     width), and the logits with what sampling makes of them. XLA reuses the memory of one layer for the next.
     """
     model, config = engine.model, engine.config
-    kind, _, size = program.name.partition("/")
+    kind, size = [*program.name.split("/"), ""][:2]
     known = ProgramMemory(
         argument=tree_bytes(program.arguments),
         alias=program.donated_bytes,

@@ -28,14 +28,14 @@ from typing import Any, Literal, Protocol, TypeVar
 import jax
 
 from engine.config import EngineConfig, ModelConfig
-from engine.programs import Program
+from engine.programs import Program, tree_bytes
 from warmup import aot, manual
 from warmup.cache import keep_within_limit
 from warmup.compiling import compile_programs, naming
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber, fingerprint
 from warmup.guard import Guard
-from warmup.plan import MemoryPlan, measure, resolve_kv_pages, tree_bytes
+from warmup.plan import MemoryPlan, measure, resolve_kv_pages
 from warmup.report import ProgramMemory, WarmupReport
 from warmup.store import ArtifactStore
 
@@ -68,7 +68,8 @@ def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program
     """Programs that may run side by side: at most as many lanes as there are prefixes, for each lane needs one.
 
     Those that make, read or write the decode state stay in the first lane; those that work on a prefix alone are spread,
-    the one with the largest arguments first, each to the lane with the fewest programs so far.
+    the one with the largest arguments first, each to the lane with the fewest programs so far. Programs of one chain stay
+    together, in their order, so that one which fails is the first to run.
     """
     states = [
         program.arguments[program.donates]
@@ -81,13 +82,16 @@ def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program
             argument is state for argument in program.arguments for state in states
         )
 
-    lanes = [[program for program in programs if not prefill(program)]]
+    chains: dict[str, list[Program]] = {}
+    for program in programs:
+        chains.setdefault(program.chain, []).append(program)
+    prefills = {name: chain for name, chain in chains.items() if any(map(prefill, chain))}
+    lanes = [[program for name, chain in chains.items() if name not in prefills for program in chain]]
     lanes += [[] for _ in range(min(prefixes, MOST_TOUCH_LANES) - 1)]
-    spread = sorted(filter(prefill, programs), key=lambda program: -tree_bytes(program.arguments))
     cost = [OWNER_SHARE * len(lanes[0]), *(0.0 for _ in lanes[1:])]
-    for program in spread:
+    for chain in sorted(prefills.values(), key=lambda chain: -max(tree_bytes(program.arguments) for program in chain)):
         cheapest = cost.index(min(cost))
-        lanes[cheapest].append(program)
+        lanes[cheapest] += chain
         cost[cheapest] += 1
     return [lane for lane in lanes if lane]
 

@@ -15,7 +15,13 @@ GOLDEN = dict(np.load(TINY / "golden.npz"))
 PROMPTS = range(4)
 
 
-LAYOUTS = {"unrolled": {}, "scanned": {"layers": "scanned"}, "two devices": {"tp": 2, "layers": "scanned", "page_size": 32}}
+LAYOUTS = {
+    "unrolled": {},
+    "segments": {"call_bytes": 1},
+    "scanned": {"layers": "scanned"},
+    "two devices": {"tp": 2, "layers": "scanned", "page_size": 32},
+    "two devices, segments": {"tp": 2, "call_bytes": 1, "page_size": 32},
+}
 
 
 @functools.cache
