@@ -187,7 +187,7 @@ class EngineConfig:
         return next(size for size in self.batch_sizes if size >= rows)
 
 
-CPU_CALL_BYTES = 96 * 2**20
+CPU_CALL_BYTES = 64 * 2**20
 
 
 def layer_layout(platform: str) -> Literal["unrolled", "scanned"]:

@@ -97,7 +97,9 @@ def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefi
     """
     x, rows = begin_prefill(model, config, bucket, prefix, weights, request)
     pools, x = run_layers(model, model.pattern, prefix.pools, weights.layers, x, rows)
-    prefix, first, prompt = end_prefill(model, config, bucket, prefix, weights, request, x)
+    prefix, prompt, row, head = end_prefill(model, config, bucket, prefix, weights, request, x)
+    nothing = jnp.zeros((1, result_width()), jnp.int32)
+    first = jax.lax.cond(head[2] > 0, lambda: first_token(model, config, prefix, weights, head, row), lambda: nothing)
     return prefix.with_pools(*pools), first, prompt
 
 
@@ -112,36 +114,42 @@ def begin_prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix:
 def end_prefill(
     model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array, x: jax.Array
 ):
-    """The rest of `prefill`, behind the layers."""
-    header, sampling, mask, generated, tokens = _split(request, *_prefill_sizes(model, config, bucket))
-    start, length, last, want_prompt, next_token, masked, _ = header
+    """What follows the layers of a chunk.
+
+    Returns the prefix; packed prompt log-probs; and what `first_token` takes: the hidden state [1, hidden] of the last token, and
+    the request without its tokens.
+    """
+    header, *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
+    start, length, _, want_prompt, next_token, _, _ = header
     live = jnp.arange(bucket) < length
-    end = start + length
     seen = prefix.in_prompt & (start > 0)
     seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
 
-    def first_token() -> jax.Array:
-        scores = decoder.logits(model, weights, jax.lax.dynamic_slice_in_dim(x, length - 1, 1))
-        rows = unpack(sampling[None])
-        context = SamplingContext(
-            position=end[None],
-            generated=jnp.zeros(1, jnp.int32),
-            masked=masked[None] > 0,
-            slots=jnp.zeros(1, jnp.int32),
-            counts=_count(model, generated)[None],
-            in_prompt=seen[None],
-            masks=jax.lax.bitcast_convert_type(mask, jnp.uint32)[None],
-        )
-        return pack_results(choose(scores, rows, context), scores, rows.logprobs[0] > 0)
-
-    first = jax.lax.cond(last > 0, first_token, lambda: jnp.zeros((1, result_width()), jnp.int32))
     following = jnp.where(jnp.arange(bucket) == length - 1, next_token, jnp.roll(tokens, -1))
     prompt = jax.lax.cond(
         want_prompt > 0,
         lambda: _prompt_logprobs(model, weights, x, following),
         lambda: jnp.zeros((bucket, result_width()), jnp.int32),
     )
-    return prefix.replace(in_prompt=seen), first, prompt
+    row = jax.lax.dynamic_slice_in_dim(x, length - 1, 1)
+    return prefix.replace(in_prompt=seen), prompt, row, request[: -tokens.shape[0]]
+
+
+def first_token(model: ModelConfig, config: EngineConfig, prefix: Prefix, weights: Weights, head: jax.Array, row: jax.Array):
+    """The packed first token [1, result_width()] of a prompt, from what `end_prefill` returned for its last chunk."""
+    (start, length, _, _, _, masked, _), sampling, mask, generated = _split(head, *_prefill_sizes(model, config, 0)[:-1])
+    scores = decoder.logits(model, weights, row)
+    rows = unpack(sampling[None])
+    context = SamplingContext(
+        position=(start + length)[None],
+        generated=jnp.zeros(1, jnp.int32),
+        masked=masked[None] > 0,
+        slots=jnp.zeros(1, jnp.int32),
+        counts=_count(model, generated)[None],
+        in_prompt=prefix.in_prompt[None],
+        masks=jax.lax.bitcast_convert_type(mask, jnp.uint32)[None],
+    )
+    return pack_results(choose(scores, rows, context), scores, rows.logprobs[0] > 0)
 
 
 def _prefill_sizes(model: ModelConfig, config: EngineConfig, bucket: int) -> tuple[int, ...]:

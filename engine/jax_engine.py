@@ -130,8 +130,11 @@ class JaxEngine:
             angles = replicated(self.mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
             return angles, angles
 
-        def chain(name, rows, cache, bound, carried, request, outputs, **donated) -> Iterator[Program]:
-            """The programs of `functions.prefill` or `generate`: one, or those of its segments."""
+        def chain(name, rows, cache, bound, carried, request, outputs, end_outputs=None, **donated) -> Iterator[Program]:
+            """The programs of `functions.prefill` or `generate`: one, or those of its segments.
+
+            ``end_outputs`` are those of the last of several, where they differ from ``outputs``.
+            """
             kind, _, size = name.partition("/")
             whole, begin, end = (
                 named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *bound)
@@ -151,13 +154,20 @@ class JaxEngine:
                 pools = segment.of_pools(carried.pools)
                 arguments = (pools, weights.layers[segment.layers], x, about)
                 yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
-            yield program(f"{name}/end", end, (rest, outer, request, x), (rest, *outputs), donates=0, **donated)
+            outputs = (rest, *(end_outputs or outputs))
+            yield program(f"{name}/end", end, (rest, outer, request, x), outputs, donates=0, **donated)
 
+        head = host(functions.PREFILL_HEADER + sampling + mask + config.max_len)
+        row = replicated(self.mesh, (1, model.hidden_size), config.dtype)
         for bucket in config.prefill_buckets:
-            request = host(functions.PREFILL_HEADER + sampling + mask + config.max_len + bucket)
             cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
-            outputs = (first, host(bucket, result_width()))
-            yield from chain(f"prefill/{bucket}", bucket, cache, (bucket,), prefix, request, outputs)
+            prompt = host(bucket, result_width())
+            yield from chain(
+                f"prefill/{bucket}", bucket, cache, (bucket,), prefix, host(head.shape[0] + bucket), (first, prompt), (prompt, row, head)
+            )
+        if any(name.startswith("prefill") for name in self._segments):
+            function = named("first_token", functions.first_token, model, config)
+            yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
         request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
         function = named("insert", functions.insert, model, config)
         yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
@@ -206,6 +216,11 @@ class JaxEngine:
                     result = prefix.arrays = self._call("init_prefix")
                 case "prefill":
                     result = self.prefill(prefix, np.zeros(int(size), np.int32), 0, neutral, last=True).results
+                case "first_token":
+                    head = self._prefill_request(np.zeros(1, np.int32), 0, neutral, last=True)
+                    row = np.zeros((1, self.model.hidden_size), self.config.dtype)
+                    bucket = self.config.prefill_bucket(1)
+                    result = self._first_token(prefix, self._put(np.asarray(head)[:-bucket]), self._put(row))
                 case "insert":
                     first = Step(self._put(np.zeros((1, result_width()), np.int32)), 1)
                     self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
@@ -281,8 +296,17 @@ class JaxEngine:
             tokens, start, sampling, last, next_token, prompt_logprobs, mask, generated, prompt_length
         )
         bucket = self.config.prefill_bucket(len(tokens))
-        prefix.arrays, first, prompt = self._chain(f"prefill/{bucket}", prefix.arrays, request)
+        name = f"prefill/{bucket}"
+        if name in self._segments:
+            prefix.arrays, prompt, row, head = self._chain(name, prefix.arrays, request)
+            first = self._first_token(prefix, head, row) if last else prompt  # of which nobody reads a row
+        else:
+            prefix.arrays, first, prompt = self._chain(name, prefix.arrays, request)
         return Step(first, int(last), prompt if prompt_logprobs else None, len(tokens))
+
+    def _first_token(self, prefix: PrefixBuffer, head: jax.Array, row: jax.Array) -> jax.Array:
+        outer = self._weights.replace(layers=())
+        return self._call("first_token", prefix.arrays.with_pools((), ()), outer, head, row)
 
     def _prefill_request(
         self, tokens, start, sampling, last, next_token=-1, prompt_logprobs=False, mask=None, generated=None, prompt_length=None

@@ -86,9 +86,10 @@ def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program
     for program in programs:
         chains.setdefault(program.chain, []).append(program)
     prefills = {name: chain for name, chain in chains.items() if any(map(prefill, chain))}
-    lanes = [[program for name, chain in chains.items() if name not in prefills for program in chain]]
+    owner = [chain for name, chain in chains.items() if name not in prefills]
+    lanes = [[program for chain in owner for program in chain]]
     lanes += [[] for _ in range(min(prefixes, MOST_TOUCH_LANES) - 1)]
-    cost = [OWNER_SHARE * len(lanes[0]), *(0.0 for _ in lanes[1:])]
+    cost = [OWNER_SHARE * len(owner), *(0.0 for _ in lanes[1:])]
     for chain in sorted(prefills.values(), key=lambda chain: -max(tree_bytes(program.arguments) for program in chain)):
         cheapest = cost.index(min(cost))
         lanes[cheapest] += chain

@@ -12,6 +12,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from engine.config import EngineConfig, ModelConfig
+from engine.jax_engine import JaxEngine
 from tests.warmup import toy
 from warmup.errors import DonationLost, WarmupError
 from warmup.manual import use_persistent_cache
@@ -165,3 +167,18 @@ def test_a_full_disk_is_one_warning(root):
     warnings = [line for line in done.stderr.splitlines() if "warmup cache" in line and "cannot be written" in line]
     assert len(warnings) == 1 and "going on without storing" in warnings[0]
     assert not list(root.rglob(".tmp-*"))
+
+
+def test_programs_of_a_chain_are_touched_in_their_order():
+    """Segments: what a chain begins with runs first, in the lane of the rest, so that the one that fails is named."""
+    model = ModelConfig("llama", 64, 16, 32, 2, 2, 1, 8, 64)
+    config = EngineConfig(
+        slots=1, max_len=32, kv_pages=2, prefill_buckets=(8, 16, 32), batch_sizes=(1,), call_bytes=1
+    )
+    lanes = touch_lanes(JaxEngine(model, config, jax.devices()[:1]).programs(), 2)
+    owner, prefills = ([program.name for program in lane] for lane in lanes)
+    chain = ("begin", "layers", "end")
+    first, *_, last = (owner.index(f"generate/1/{part}") for part in chain)
+    assert owner[first : last + 1] == [f"generate/1/{part}" for part in chain]
+    assert prefills == [f"prefill/{size}/{part}" for size in (32, 16) for part in chain]
+    assert owner[-3:] == [f"prefill/8/{part}" for part in chain]
