@@ -6,7 +6,6 @@ owner may have dispatched another step for it. What still arrives for a request 
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ class DetokenizeWorker:
     def __init__(self, shared: Shared, on_death: Callable[[BaseException], None]):
         self._shared = shared
         self._on_death = on_death
+        self._generated = 0  # tokens not yet in the metrics
 
     def run(self) -> None:
         while (message := self._shared.outputs.get()) is not None:
@@ -39,10 +39,18 @@ class DetokenizeWorker:
             case Died():
                 self._on_death(message.error)
             case PromptScored():
-                self._guarded(message.live, functools.partial(self._prompt, message.live))
+                try:
+                    self._prompt(message.live)
+                except Exception as error:
+                    self._faulty(message.live, error)
             case outputs:
+                now = self._shared.clock()
                 for output in outputs:
-                    self._guarded(output.live, functools.partial(self._output, output))
+                    try:
+                        self._output(output, now)
+                    except Exception as error:
+                        self._faulty(output.live, error)
+                self._count_generated()
 
     def bury(self) -> None:
         """After this thread's own death: the last words that are left, so that nobody waits for them."""
@@ -51,29 +59,23 @@ class DetokenizeWorker:
             if isinstance(message, Failed | Died):
                 self.handle(message)
 
-    def _guarded(self, live: LiveRequest, speak: Callable[[], None]) -> None:
+    def _faulty(self, live: LiveRequest, error: Exception) -> None:
         """A fault in one request ends that request."""
-        try:
-            speak()
-        except Exception as error:
-            if live.outcome == "ok":  # the sink failed at the very last; the outcome stands
-                self._fail(Failed(live, InternalError(explain("detokenize", error))))
-                log.error("the sink of request %s failed", live.request.id, exc_info=error)
-            else:
-                self._shared.fault(live, "detokenize", error)
-
-    def _ended(self, live: LiveRequest) -> bool:
-        with self._shared.lock:
-            return live.outcome is not None
+        if live.outcome == "ok":  # the sink failed at the very last; the outcome stands
+            self._fail(Failed(live, InternalError(explain("detokenize", error))))
+            log.error("the sink of request %s failed", live.request.id, exc_info=error)
+        else:
+            self._shared.fault(live, "detokenize", error)
 
     def _prompt(self, live: LiveRequest) -> None:
-        if not self._ended(live):
+        if live.outcome is None:
             live.sink.prompt_logprobs(tuple(live.prompt_logprobs))
 
-    def _output(self, output: Output) -> None:
+    def _output(self, output: Output, now: float) -> None:
         live = output.live
         transcript = live.transcripts[output.sample]
-        if transcript.finish_reason is not None or self._ended(live):
+        # Without the lock: who decides an outcome later has the last word in any case.
+        if transcript.finish_reason is not None or live.outcome is not None:
             return
         self._shared.hook("detokenize", live.request)
         delta: Delta | None
@@ -82,15 +84,18 @@ class DetokenizeWorker:
             delta = transcript.end(output.ending.finish_reason)
         else:
             delta = transcript.push(output.token, output.logprob, output.ending)
-            self._count(live, output.sample)
+            self._count(live, output.sample, now)
         if delta is None:
             return
-        if delta.finish_reason is not None and output.ending is None:
-            self._release(live, output.sample)
-        finished = all(transcript.finish_reason is not None for transcript in live.transcripts)
-        if not finished:
+        if delta.finish_reason is None:
             live.sink.delta(delta)
             return
+        if output.ending is None:
+            self._release(live, output.sample)
+        if any(transcript.finish_reason is None for transcript in live.transcripts):
+            live.sink.delta(delta)
+            return
+        self._count_generated()
         with self._shared.lock:
             if not self._shared.decide(live, "ok"):
                 return  # cancelled meanwhile; that is the last word
@@ -98,13 +103,18 @@ class DetokenizeWorker:
         live.sink.finish(live.usage)
         self._shared.said(live)
 
-    def _count(self, live: LiveRequest, sample: int) -> None:
-        now = self._shared.clock()
+    def _count(self, live: LiveRequest, sample: int, now: float) -> None:
         if live.counted:
             if live.first_token is None:
                 self._shared.metrics.time_to_first_token.observe(now - live.received)
-            self._shared.metrics.generated_tokens.inc()
+            self._generated += 1
         live.token_time(sample, now)
+
+    def _count_generated(self) -> None:
+        """Once for each batch, and before a client hears that its request has ended."""
+        if self._generated:
+            self._shared.metrics.generated_tokens.inc(self._generated)
+            self._generated = 0
 
     def _release(self, live: LiveRequest, sample: int) -> None:
         """A stop string ended the sample."""

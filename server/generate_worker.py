@@ -152,9 +152,10 @@ class GenerateWorker:
             shared.metrics.decode_step_seconds.observe(now - max(dispatched.at, self._last_read))
         self._last_read = now
         outputs = []
+        tokens = results.tokens.tolist()
         with shared.lock:
-            for index, row in enumerate(dispatched.rows):
-                output = shared.commit(row.sequence, row.epoch, results, index)
+            for index, (row, token) in enumerate(zip(dispatched.rows, tokens, strict=True)):
+                output = shared.commit(row.sequence, row.epoch, token, results, index)
                 if output is None:
                     continue
                 outputs.append(output)

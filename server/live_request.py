@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from server.request import GenerateRequest, Sink, TokenLogprob, Usage
 from server.sequence import Sequence
@@ -84,8 +84,7 @@ class LiveRequest:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A token of a sample on its way to the sink; ``ending`` with the last one. ``token`` is `None` with ``max_tokens``
     0."""
 

@@ -132,7 +132,7 @@ class PrefillWorker:
         shared = self._shared
         results = self._engine.read(step)
         with shared.lock:
-            output = shared.commit(sequence, epoch, results, 0)
+            output = shared.commit(sequence, epoch, int(results.tokens[0]), results, 0)
             if output is None:
                 return False
             if output.ending is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from engine.api import SamplingParams
 from server.errors import ServerError
@@ -47,8 +47,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token id, log-prob), most probable first, TOP_LOGPROBS of them
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of one sample. ``text`` and ``tokens`` need not match one to one: text waits for whole characters and for
     stop strings to be ruled out. Joined, the texts are the sample's text, the tokens its ids (a final EOS or stop token
     is counted in usage and not in ``tokens``)."""

@@ -29,7 +29,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import operator
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +39,9 @@ from engine.config import EngineConfig, ModelConfig
 from server.pages import OutOfPages, PagePool
 from server.prefix_cache import PrefixCache
 from server.sequence import Sequence, Stage
+
+
+_rank = operator.attrgetter("rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +54,7 @@ class Chunk:
     next_token: int  # the prompt token after the chunk; -1 where the prompt ends
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """One row of a decode step: a sequence in one stay (``epoch``) of its slot, and the page it writes."""
 
     sequence: Sequence
@@ -118,7 +122,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence that `misfit` has nothing against."""
-        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.rank)
+        bisect.insort(self._waiting, sequence, key=_rank)
 
     def admit(self) -> Sequence | None:
         """Takes the next sequence that can be prefilled now and gives it a prefix, a slot and pages."""
@@ -170,8 +174,9 @@ class Scheduler:
         must."""
         rows = []
         decoding = [sequence for sequence in self._running if sequence.stage is Stage.DECODE]
+        decoding.sort(key=_rank)
         guided_wait = any(sequence.awaits_token for sequence in decoding)
-        for sequence in sorted(decoding, key=lambda sequence: sequence.rank):
+        for sequence in decoding:
             if sequence.stage is not Stage.DECODE or not self._wants_step(sequence):
                 continue  # put back for an older one, or its last step is on its way
             if guided_wait and sequence.matcher is not None:
@@ -301,4 +306,4 @@ class Scheduler:
 
 
 def _youngest(sequences: Iterable[Sequence]) -> Sequence:
-    return max(sequences, key=lambda sequence: sequence.rank)
+    return max(sequences, key=_rank)

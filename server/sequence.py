@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from engine.api import SamplingParams
 from server.guided import Matcher
@@ -20,8 +21,7 @@ class Stage(enum.Enum):
     ENDED = "ended"  # holds nothing any more
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Rank:
+class Rank(NamedTuple):  # compared at every step, so a tuple
     """The order of service: priority (lower first), then arrival, then sample. The youngest is the largest."""
 
     priority: int

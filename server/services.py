@@ -31,7 +31,7 @@ from server.guided import Guide, Guides
 from server.live_request import log_outcome
 from server.metrics import Metrics, Outcome
 from server.request import GenerateRequest, Sink
-from server.stream import MessageWriter, StreamSink
+from server.stream import MessageWriter, StreamSink, Waker
 from server.tokenizers import Tokenizer
 from server.tools import control_markers
 from server.validation import ModelLimits
@@ -87,6 +87,7 @@ class Server(Protocol):
     warmup_report: Callable[[], Mapping[str, Any]]
     workers: concurrent.futures.ThreadPoolExecutor
     grammar_worker: concurrent.futures.ThreadPoolExecutor
+    waker: Waker
 
     @property
     def state(self) -> str: ...
@@ -231,7 +232,7 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             logprobs=parsed.logprobs,
             prompt_logprobs=parsed.prompt_logprobs,
         )
-        return StreamSink(asyncio.get_running_loop(), len(built.sampling)), writer, wire_prompt, built, model
+        return StreamSink(self._server.waker, len(built.sampling)), writer, wire_prompt, built, model
 
 
     async def _guide(self, model: Model, parsed: RequestFields) -> Guide | None:

@@ -147,9 +147,10 @@ class Shared:
                 self.metrics.prompt_tokens.inc(len(live.request.prompt))
         return live
 
-    def commit(self, sequence: Sequence, epoch: int, results: TokenResults, row: int) -> Output | None:
-        """Takes in a token that was read. `None`: it belongs to a stay that is over, and is dropped."""
-        token = int(results.tokens[row])
+    def commit(
+        self, sequence: Sequence, epoch: int, token: int, results: TokenResults, row: int
+    ) -> Output | None:
+        """Takes in a token that was read, that of a row. `None`: it belongs to a stay that is over, and is dropped."""
         if not self.scheduler.commit(sequence, epoch, token):
             return None
         live = self.of[sequence]

@@ -3,7 +3,8 @@ take it.
 
 The detokenize thread calls `delta`; it never waits. The stream's coroutine awaits `ready` and takes all that has come
 since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never
-reads is at most the request's own output, which ``max_tokens`` bounds.
+reads is at most the request's own output, which ``max_tokens`` bounds. The streams of a step are woken together, by the
+`Waker` of their event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from server.errors import ServerError
 from server.request import Delta, FinishReason, GenerateRequest, TokenLogprob, Usage
 from server.tokenizers import Detokenizer, Tokenizer
 
-Sample = DecodeResponse.StreamContent.Sample
 LOGPROBS_PER_MESSAGE = 1024  # tokens with log-probs in one message, so that none nears the message limit
 
 
@@ -33,12 +33,42 @@ class _Pending:
     stop_reason: int | str | None = None
 
 
+class Waker:
+    """Wakes streams of an event loop from another thread.
+
+    A call into a loop costs a system call and a turn of the loop. So only the first stream makes one, and those that follow
+    until the loop comes to it are woken by the same.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._sinks: list[StreamSink] = []
+
+    def wake(self, sink: StreamSink) -> None:
+        """From any thread; a sink is woken again only once it has taken."""
+        with self._lock:
+            self._sinks.append(sink)
+            if len(self._sinks) > 1:
+                return
+        try:
+            self._loop.call_soon_threadsafe(self._wake_all)
+        except RuntimeError:  # the loop is closed: the server has stopped and nobody reads this any more
+            pass
+
+    def _wake_all(self) -> None:
+        with self._lock:
+            sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.changed.set()
+
+
 class StreamSink:
     """The `server.request.Sink` of a gRPC stream."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, samples: int):
-        self._loop = loop
-        self._changed = asyncio.Event()
+    def __init__(self, waker: Waker, samples: int):
+        self.changed = asyncio.Event()  # set in the event loop, by the waker
+        self._waker = waker
         self._lock = threading.Lock()
         self._pending = [_Pending() for _ in range(samples)]
         self._woken = False
@@ -77,16 +107,13 @@ class StreamSink:
     def _wake(self) -> None:
         if not self._woken:
             self._woken = True
-            try:
-                self._loop.call_soon_threadsafe(self._changed.set)
-            except RuntimeError:  # the loop is closed: the server has stopped and nobody reads this any more
-                pass
+            self._waker.wake(self)
 
     # Called in the event loop.
 
     async def ready(self) -> None:
         """Waits until there is something to take."""
-        await self._changed.wait()
+        await self.changed.wait()
 
     def take(self) -> tuple[tuple[TokenLogprob | None, ...] | None, list[_Pending], Usage | None, ServerError | None]:
         """All that has come: prompt log-probs, what is new of each sample, and how it ended (`None` while it goes
@@ -95,7 +122,7 @@ class StreamSink:
             taken = self._prompt, self._pending, self._usage, self._error
             self._prompt, self._pending = None, [_Pending() for _ in self._pending]
             self._woken = False
-            self._changed.clear()
+            self.changed.clear()
             return taken
 
 
@@ -149,7 +176,7 @@ class MessageWriter:
         messages = []
         offsets = TextOffsets(self._tokenizer.detokenizer())
         for start in range(0, len(ids), LOGPROBS_PER_MESSAGE):
-            message = self._message([Sample() for _ in range(self._samples)])
+            message = self._message([_Pending() for _ in range(self._samples)])
             part = slice(start, start + LOGPROBS_PER_MESSAGE)
             message.prompt.token_ids.extend(ids[part])
             if text is not None and start == 0:
@@ -176,35 +203,35 @@ class MessageWriter:
                 stop_reason=None,
             )
             first.tokens, first.logprobs = first.tokens[LOGPROBS_PER_MESSAGE:], first.logprobs[LOGPROBS_PER_MESSAGE:]
-            messages.append(
-                self._message([
-                    self._sample(index, part if sample is first else _Pending()) for index, sample in enumerate(pending)
-                ])
-            )
+            messages.append(self._message([part if sample is first else _Pending() for sample in pending]))
         if usage is not None or any(sample.texts or sample.finish_reason for sample in pending):
-            messages.append(self._message([self._sample(index, sample) for index, sample in enumerate(pending)]))
+            messages.append(self._message(pending))
         if usage is not None:
             messages[-1].usage.prompt_tokens = usage.prompt_tokens
             messages[-1].usage.completion_tokens = usage.completion_tokens
             messages[-1].usage.cached_tokens = usage.cached_tokens
         return messages
 
-    def _message(self, samples: list[Sample]) -> DecodeResponse:
-        return DecodeResponse(stream_content=DecodeResponse.StreamContent(samples=samples))
-
-    def _sample(self, index: int, pending: _Pending) -> Sample:
-        sample = Sample(text="".join(pending.texts) if self._text else "", token_ids=pending.tokens)
-        if pending.finish_reason is not None:
-            sample.finish_reason = pending.finish_reason
-        if isinstance(pending.stop_reason, str):
-            sample.stop_string = pending.stop_reason
-        elif pending.stop_reason is not None:
-            sample.stop_token_id = pending.stop_reason
-        if self._logprobs is not None:
-            sample.logprobs.extend(
-                self._logprob(entry.token, entry, self._logprobs, self._offsets[index]) for entry in pending.logprobs
-            )
-        return sample
+    def _message(self, pending: list[_Pending]) -> DecodeResponse:
+        # Filled in place: half the time of building the parts and copying them in.
+        message = DecodeResponse()
+        samples = message.stream_content.samples
+        for index, one in enumerate(pending):
+            sample = samples.add()
+            if self._text:
+                sample.text = one.texts[0] if len(one.texts) == 1 else "".join(one.texts)
+            sample.token_ids.extend(one.tokens)
+            if one.finish_reason is not None:
+                sample.finish_reason = one.finish_reason
+            if isinstance(one.stop_reason, str):
+                sample.stop_string = one.stop_reason
+            elif one.stop_reason is not None:
+                sample.stop_token_id = one.stop_reason
+            if self._logprobs is not None:
+                sample.logprobs.extend(
+                    self._logprob(entry.token, entry, self._logprobs, self._offsets[index]) for entry in one.logprobs
+                )
+        return message
 
     def _logprob(
         self, token: int, entry: TokenLogprob | None, alternatives: int, offsets: TextOffsets

@@ -69,6 +69,10 @@ class Transcript:
     def push(self, token: int, logprob: TokenLogprob | None, ending: Ending | None = None) -> Delta | None:
         """Takes a token; ``ending`` is given with the last one. Returns what may be sent now, if there is something."""
         self.count += 1
+        if self._matcher is None and ending is None:  # nothing waits but incomplete characters
+            text = self._detokenizer.push(token) if self._detokenizer else ""
+            shown = text if self._show_text else ""
+            return Delta(self._sample, shown, (token,), () if logprob is None else (logprob,))
         text = ""
         matched: str | None = None
         if ending is None or not ending.hidden:
@@ -89,7 +93,7 @@ class Transcript:
             return self._delta(
                 text, everything=True, finish_reason=ending.finish_reason, stop_reason=ending.stop_reason
             )
-        delta = self._delta(text, everything=self._matcher is None)
+        delta = self._delta(text, everything=False)
         return delta if delta.text or delta.tokens else None
 
     def end(self, finish_reason: FinishReason) -> Delta:
