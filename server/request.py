@@ -68,7 +68,7 @@ class Usage:
 
 
 class Sink(Protocol):
-    """Where a request's output goes. Called from the detokenize thread, in order; must not block.
+    """Where a request's output goes. Called from the detokenize thread, in order; must not wait for a client.
 
     After ``finish`` or ``fail`` nothing more is called.
     """

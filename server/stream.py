@@ -1,10 +1,11 @@
 """From the detokenize thread to one gRPC stream: `StreamSink` collects what a request produces until its stream can
 take it.
 
-The detokenize thread calls `delta`; it never waits. The stream's coroutine awaits `ready` and takes all that has come
-since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never
+The detokenize thread calls `delta`; it never waits for a client. The stream's coroutine awaits `ready` and takes all that has
+come since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never
 reads is at most the request's own output, which ``max_tokens`` bounds. The streams of a step are woken together, by the
-`Waker` of their event loop.
+`Waker` of their event loop; if the loop itself falls behind, for want of the interpreter lock, the detokenize thread waits
+for it, or all streams would get their tokens in bursts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from server.errors import ServerError
 from server.request import Delta, FinishReason, GenerateRequest, TokenLogprob, Usage
 from server.tokenizers import Detokenizer, Tokenizer
 
+MERGED_TOKENS = 4  # in one message before the detokenize thread looks whether the event loop is behind
+TURN_SECONDS = 0.1  # the longest wait for one turn of the event loop
 LOGPROBS_PER_MESSAGE = 1024  # tokens with log-probs in one message, so that none nears the message limit
 
 
@@ -44,6 +47,8 @@ class Waker:
         self._loop = loop
         self._lock = threading.Lock()
         self._sinks: list[StreamSink] = []
+        self._turned = threading.Event()  # the streams that were woken have had their turn
+        self._turned.set()
 
     def wake(self, sink: StreamSink) -> None:
         """From any thread; a sink is woken again only once it has taken."""
@@ -51,6 +56,7 @@ class Waker:
             self._sinks.append(sink)
             if len(self._sinks) > 1:
                 return
+            self._turned.clear()
         try:
             self._loop.call_soon_threadsafe(self._wake_all)
         except RuntimeError:  # the loop is closed: the server has stopped and nobody reads this any more
@@ -61,6 +67,18 @@ class Waker:
             sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.changed.set()
+        self._loop.call_soon(self._turn)  # behind the streams
+
+    def _turn(self) -> None:
+        with self._lock:
+            if not self._sinks:
+                self._turned.set()
+
+    def wait(self) -> None:
+        """From another thread: until the streams that were woken have had their turn. Not for longer than a turn should take, and
+        only once if it does."""
+        if not self._turned.wait(TURN_SECONDS):
+            self._turned.set()
 
 
 class StreamSink:
@@ -72,6 +90,7 @@ class StreamSink:
         self._lock = threading.Lock()
         self._pending = [_Pending() for _ in range(samples)]
         self._woken = False
+        self._waited = False
         self._prompt: tuple[TokenLogprob | None, ...] | None = None
         self._usage: Usage | None = None
         self._error: ServerError | None = None
@@ -93,6 +112,10 @@ class StreamSink:
                 pending.finish_reason = delta.finish_reason
                 pending.stop_reason = delta.stop_reason
             self._wake()
+            behind = len(pending.tokens) >= MERGED_TOKENS and not self._waited
+            self._waited |= behind
+        if behind:
+            self._waker.wait()
 
     def finish(self, usage: Usage) -> None:
         with self._lock:
@@ -121,7 +144,7 @@ class StreamSink:
         with self._lock:
             taken = self._prompt, self._pending, self._usage, self._error
             self._prompt, self._pending = None, [_Pending() for _ in self._pending]
-            self._woken = False
+            self._woken = self._waited = False
             self.changed.clear()
             return taken
 
