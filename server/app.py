@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("preheat")
 
 PROGRESS_SECONDS = 5.0  # between lines on how far warming is
+LAST_SPANS = 2.0  # seconds that a collector of traces has to take what is left
 LAST_ANSWERS = 2.0  # seconds for answers on their way, health's among them, before the process ends
 
 
@@ -99,6 +100,8 @@ class Server:
             if self.proxy is not None:
                 self.proxy.stop()
             self.grpc.stop()
+            if self.tracer is not None and not self.tracer.close(LAST_SPANS):
+                logger.warning("the last traces are lost: their collector did not answer within %g s", LAST_SPANS)
 
     # The start
 

@@ -10,12 +10,14 @@
 Spans are made when a request has ended, from the times it carries anyway (`server.live_request.LiveRequest`), so
 tracing adds nothing to the threads that serve. `open_tracer` is asked once, at the start; where
 ``OTEL_EXPORTER_OTLP_ENDPOINT`` is not set there is no tracer. The packages are the extra ``otel``; the exporter reads
-the other ``OTEL_*`` variables itself.
+the other ``OTEL_*`` variables itself. When the server ends it gives the collector a moment (`RequestTracer.close`), and
+does not wait for one that is dead.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from server.errors import StartError
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
+    from opentelemetry.sdk.trace import TracerProvider
 
     from server.live_request import LiveRequest
 
@@ -34,12 +36,13 @@ class RequestTracer:
     """Makes the spans of requests that have ended.
 
     Args:
-        tracer: of OpenTelemetry.
+        provider: of OpenTelemetry's SDK.
         clock: the orchestrator's, seconds; the wall clock is read beside it, once, to translate.
     """
 
-    def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic):
-        self._tracer = tracer
+    def __init__(self, provider: TracerProvider, clock: Callable[[], float] = time.monotonic):
+        self._provider = provider
+        self._tracer = provider.get_tracer("preheat")
         self._offset = time.time_ns() - int(clock() * 1e9)
 
     def record(self, live: LiveRequest) -> None:
@@ -64,9 +67,18 @@ class RequestTracer:
         for name, begin, end in zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False):
             if begin is None:
                 break
-            span = self._tracer.start_span(name, context, start_time=self._ns(begin))
-            span.end(self._ns(live.ended if end is None else end))
+            # A token that was on its way when another thread ended the request may be later than that end.
+            span = self._tracer.start_span(name, context, start_time=self._ns(min(begin, live.ended)))
+            span.end(self._ns(live.ended if end is None else min(end, live.ended)))
         root.end(self._ns(live.ended))
+
+    def close(self, seconds: float) -> bool:
+        """Sends what is left; False: the collector did not take it within ``seconds``, and it is lost."""
+        # The SDK takes a time limit too, and ignores it: its exporters retry until theirs is over.
+        flush = threading.Thread(target=self._provider.force_flush, name="flush-traces", daemon=True)
+        flush.start()
+        flush.join(seconds)
+        return not flush.is_alive()
 
     def _ns(self, seconds: float) -> int:
         return self._offset + int(seconds * 1e9)
@@ -95,6 +107,6 @@ def open_tracer(service_name: str, environment: Mapping[str, str] = os.environ) 
             f"{ENDPOINT} is set, but {error.name} is not installed: install preheat[otel], or unset the variable"
         ) from None
     resource = Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME") or f"preheat-{service_name}"})
-    provider = TracerProvider(resource=resource)  # its own atexit hook sends what is left
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that hook would wait for a dead collector
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return RequestTracer(provider.get_tracer("preheat"))
+    return RequestTracer(provider)
