@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/orchestrator.proto\x12\x0fjetstream_proto\"\x80\x0c\n\rDecodeRequest\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x42\n\x0ctext_content\x18\x05 \x01(\x0b\x32*.jetstream_proto.DecodeRequest.TextContentH\x00\x12\x44\n\rtoken_content\x18\x06 \x01(\x0b\x32+.jetstream_proto.DecodeRequest.TokenContentH\x00\x12;\n\x08metadata\x18\x07 \x01(\x0b\x32\'.jetstream_proto.DecodeRequest.MetadataH\x01\x12\x13\n\x0bnum_samples\x18\x08 \x01(\x05\x12\x17\n\x0flora_adapter_id\x18\t \x01(\t\x12\x0f\n\x07has_bos\x18\n \x01(\x08\x12\x18\n\x0btemperature\x18\x14 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x15 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x16 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x17 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x18 \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x19 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x1a \x03(\x05\x12\x17\n\nmin_tokens\x18\x1b \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x1c \x01(\x08H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x1d \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x1e \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x1f \x01(\x01H\x0b\x88\x01\x01\x12\x41\n\nlogit_bias\x18  \x03(\x0b\x32-.jetstream_proto.DecodeRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18! \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\" \x01(\x05H\r\x88\x01\x01\x12\x16\n\twant_text\x18# \x01(\x08H\x0e\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18$ \x01(\x08H\x0f\x88\x01\x01\x12\x18\n\x0bprompt_only\x18% \x01(\x08H\x10\x88\x01\x01\x12\x17\n\nrequest_id\x18& \x01(\tH\x11\x88\x01\x01\x12\x12\n\x05model\x18\' \x01(\tH\x12\x88\x01\x01\x12\x1b\n\x0emodel_defaults\x18( \x01(\x08H\x13\x88\x01\x01\x12\x15\n\x08priority\x18) \x01(\x05H\x14\x88\x01\x01\x12\x18\n\x0bguided_json\x18* \x01(\tH\x15\x88\x01\x01\x12\x19\n\x0cguided_regex\x18+ \x01(\tH\x16\x88\x01\x01\x12\x1b\n\x0eguided_grammar\x18, \x01(\tH\x17\x88\x01\x01\x12\x1e\n\x11show_tool_markers\x18- \x01(\x08H\x18\x88\x01\x01\x1a\x1b\n\x0bTextContent\x12\x0c\n\x04text\x18\x01 \x01(\t\x1a!\n\x0cTokenContent\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x1a\x1e\n\x08Metadata\x12\x12\n\nstart_time\x18\x01 \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07\x63ontentB\x13\n\x11metadata_optionalB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0c\n\n_want_textB\x07\n\x05_echoB\x0e\n\x0c_prompt_onlyB\r\n\x0b_request_idB\x08\n\x06_modelB\x11\n\x0f_model_defaultsB\x0b\n\t_priorityB\x0e\n\x0c_guided_jsonB\x0f\n\r_guided_regexB\x11\n\x0f_guided_grammarB\x14\n\x12_show_tool_markersJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x91\x02\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c\x12?\n\x0c\x61lternatives\x18\x05 \x03(\x0b\x32).jetstream_proto.TokenLogprob.Alternative\x12\x0f\n\x07special\x18\x06 \x01(\x08\x12\x13\n\x0btext_offset\x18\x07 \x01(\x05\x1aK\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"\xcc\x06\n\x0e\x44\x65\x63odeResponse\x12I\n\x0finitial_content\x18\x02 \x01(\x0b\x32..jetstream_proto.DecodeResponse.InitialContentH\x00\x12G\n\x0estream_content\x18\x03 \x01(\x0b\x32-.jetstream_proto.DecodeResponse.StreamContentH\x00\x12;\n\x06prompt\x18\x14 \x01(\x0b\x32&.jetstream_proto.DecodeResponse.PromptH\x01\x88\x01\x01\x12\x39\n\x05usage\x18\x15 \x01(\x0b\x32%.jetstream_proto.DecodeResponse.UsageH\x02\x88\x01\x01\x1a\x10\n\x0eInitialContent\x1a\xb9\x02\n\rStreamContent\x12\x45\n\x07samples\x18\x01 \x03(\x0b\x32\x34.jetstream_proto.DecodeResponse.StreamContent.Sample\x1a\xe0\x01\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\rfinish_reason\x18\x14 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0bstop_string\x18\x15 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x16 \x01(\x05H\x02\x88\x01\x01\x12/\n\x08logprobs\x18\x17 \x03(\x0b\x32\x1d.jetstream_proto.TokenLogprobB\x10\n\x0e_finish_reasonB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\x1ah\n\x06Prompt\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.jetstream_proto.TokenLogprobB\x07\n\x05_text\x1aP\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x42\t\n\x07\x63ontentB\t\n\x07_promptB\x08\n\x06_usageJ\x04\x08\x01\x10\x02\"\x14\n\x12HealthCheckRequest\"&\n\x13HealthCheckResponse\x12\x0f\n\x07is_live\x18\x01 \x01(\x08\x32\xb9\x01\n\x0cOrchestrator\x12M\n\x06\x44\x65\x63ode\x12\x1e.jetstream_proto.DecodeRequest\x1a\x1f.jetstream_proto.DecodeResponse\"\x00\x30\x01\x12Z\n\x0bHealthCheck\x12#.jetstream_proto.HealthCheckRequest\x1a$.jetstream_proto.HealthCheckResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/orchestrator.proto\x12\x0fjetstream_proto\"\x97\x0c\n\rDecodeRequest\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x42\n\x0ctext_content\x18\x05 \x01(\x0b\x32*.jetstream_proto.DecodeRequest.TextContentH\x00\x12\x44\n\rtoken_content\x18\x06 \x01(\x0b\x32+.jetstream_proto.DecodeRequest.TokenContentH\x00\x12;\n\x08metadata\x18\x07 \x01(\x0b\x32\'.jetstream_proto.DecodeRequest.MetadataH\x01\x12\x13\n\x0bnum_samples\x18\x08 \x01(\x05\x12\x17\n\x0flora_adapter_id\x18\t \x01(\t\x12\x0f\n\x07has_bos\x18\n \x01(\x08\x12\x18\n\x0btemperature\x18\x14 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x15 \x01(\x05H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x16 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x17 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x18 \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x19 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x1a \x03(\x05\x12\x17\n\nmin_tokens\x18\x1b \x01(\x05H\x07\x88\x01\x01\x12\x17\n\nignore_eos\x18\x1c \x01(\x08H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x1d \x01(\x01H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x1e \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x1f \x01(\x01H\x0b\x88\x01\x01\x12\x41\n\nlogit_bias\x18  \x03(\x0b\x32-.jetstream_proto.DecodeRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18! \x01(\x05H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\" \x01(\x05H\r\x88\x01\x01\x12\x16\n\twant_text\x18# \x01(\x08H\x0e\x88\x01\x01\x12\x11\n\x04\x65\x63ho\x18$ \x01(\x08H\x0f\x88\x01\x01\x12\x18\n\x0bprompt_only\x18% \x01(\x08H\x10\x88\x01\x01\x12\x17\n\nrequest_id\x18& \x01(\tH\x11\x88\x01\x01\x12\x12\n\x05model\x18\' \x01(\tH\x12\x88\x01\x01\x12\x1b\n\x0emodel_defaults\x18( \x01(\x08H\x13\x88\x01\x01\x12\x15\n\x08priority\x18) \x01(\x05H\x14\x88\x01\x01\x12\x18\n\x0bguided_json\x18* \x01(\tH\x15\x88\x01\x01\x12\x19\n\x0cguided_regex\x18+ \x01(\tH\x16\x88\x01\x01\x12\x1b\n\x0eguided_grammar\x18, \x01(\tH\x17\x88\x01\x01\x12\x15\n\rguided_choice\x18. \x03(\t\x12\x1e\n\x11show_tool_markers\x18- \x01(\x08H\x18\x88\x01\x01\x1a\x1b\n\x0bTextContent\x12\x0c\n\x04text\x18\x01 \x01(\t\x1a!\n\x0cTokenContent\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x1a\x1e\n\x08Metadata\x12\x12\n\nstart_time\x18\x01 \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07\x63ontentB\x13\n\x11metadata_optionalB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0c\n\n_want_textB\x07\n\x05_echoB\x0e\n\x0c_prompt_onlyB\r\n\x0b_request_idB\x08\n\x06_modelB\x11\n\x0f_model_defaultsB\x0b\n\t_priorityB\x0e\n\x0c_guided_jsonB\x0f\n\r_guided_regexB\x11\n\x0f_guided_grammarB\x14\n\x12_show_tool_markersJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"\x91\x02\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c\x12?\n\x0c\x61lternatives\x18\x05 \x03(\x0b\x32).jetstream_proto.TokenLogprob.Alternative\x12\x0f\n\x07special\x18\x06 \x01(\x08\x12\x13\n\x0btext_offset\x18\x07 \x01(\x05\x1aK\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"\xcc\x06\n\x0e\x44\x65\x63odeResponse\x12I\n\x0finitial_content\x18\x02 \x01(\x0b\x32..jetstream_proto.DecodeResponse.InitialContentH\x00\x12G\n\x0estream_content\x18\x03 \x01(\x0b\x32-.jetstream_proto.DecodeResponse.StreamContentH\x00\x12;\n\x06prompt\x18\x14 \x01(\x0b\x32&.jetstream_proto.DecodeResponse.PromptH\x01\x88\x01\x01\x12\x39\n\x05usage\x18\x15 \x01(\x0b\x32%.jetstream_proto.DecodeResponse.UsageH\x02\x88\x01\x01\x1a\x10\n\x0eInitialContent\x1a\xb9\x02\n\rStreamContent\x12\x45\n\x07samples\x18\x01 \x03(\x0b\x32\x34.jetstream_proto.DecodeResponse.StreamContent.Sample\x1a\xe0\x01\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\rfinish_reason\x18\x14 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0bstop_string\x18\x15 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x16 \x01(\x05H\x02\x88\x01\x01\x12/\n\x08logprobs\x18\x17 \x03(\x0b\x32\x1d.jetstream_proto.TokenLogprobB\x10\n\x0e_finish_reasonB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\x1ah\n\x06Prompt\x12\x11\n\x04text\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.jetstream_proto.TokenLogprobB\x07\n\x05_text\x1aP\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x42\t\n\x07\x63ontentB\t\n\x07_promptB\x08\n\x06_usageJ\x04\x08\x01\x10\x02\"\x14\n\x12HealthCheckRequest\"&\n\x13HealthCheckResponse\x12\x0f\n\x07is_live\x18\x01 \x01(\x08\x32\xb9\x01\n\x0cOrchestrator\x12M\n\x06\x44\x65\x63ode\x12\x1e.jetstream_proto.DecodeRequest\x1a\x1f.jetstream_proto.DecodeResponse\"\x00\x30\x01\x12Z\n\x0bHealthCheck\x12#.jetstream_proto.HealthCheckRequest\x1a$.jetstream_proto.HealthCheckResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,35 +34,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_DECODEREQUEST']._serialized_start=47
-  _globals['_DECODEREQUEST']._serialized_end=1583
-  _globals['_DECODEREQUEST_TEXTCONTENT']._serialized_start=1035
-  _globals['_DECODEREQUEST_TEXTCONTENT']._serialized_end=1062
-  _globals['_DECODEREQUEST_TOKENCONTENT']._serialized_start=1064
-  _globals['_DECODEREQUEST_TOKENCONTENT']._serialized_end=1097
-  _globals['_DECODEREQUEST_METADATA']._serialized_start=1099
-  _globals['_DECODEREQUEST_METADATA']._serialized_end=1129
-  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_start=1131
-  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_end=1179
-  _globals['_TOKENLOGPROB']._serialized_start=1586
-  _globals['_TOKENLOGPROB']._serialized_end=1859
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1772
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1847
-  _globals['_DECODERESPONSE']._serialized_start=1862
-  _globals['_DECODERESPONSE']._serialized_end=2706
-  _globals['_DECODERESPONSE_INITIALCONTENT']._serialized_start=2148
-  _globals['_DECODERESPONSE_INITIALCONTENT']._serialized_end=2164
-  _globals['_DECODERESPONSE_STREAMCONTENT']._serialized_start=2167
-  _globals['_DECODERESPONSE_STREAMCONTENT']._serialized_end=2480
-  _globals['_DECODERESPONSE_STREAMCONTENT_SAMPLE']._serialized_start=2256
-  _globals['_DECODERESPONSE_STREAMCONTENT_SAMPLE']._serialized_end=2480
-  _globals['_DECODERESPONSE_PROMPT']._serialized_start=2482
-  _globals['_DECODERESPONSE_PROMPT']._serialized_end=2586
-  _globals['_DECODERESPONSE_USAGE']._serialized_start=2588
-  _globals['_DECODERESPONSE_USAGE']._serialized_end=2668
-  _globals['_HEALTHCHECKREQUEST']._serialized_start=2708
-  _globals['_HEALTHCHECKREQUEST']._serialized_end=2728
-  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2730
-  _globals['_HEALTHCHECKRESPONSE']._serialized_end=2768
-  _globals['_ORCHESTRATOR']._serialized_start=2771
-  _globals['_ORCHESTRATOR']._serialized_end=2956
+  _globals['_DECODEREQUEST']._serialized_end=1606
+  _globals['_DECODEREQUEST_TEXTCONTENT']._serialized_start=1058
+  _globals['_DECODEREQUEST_TEXTCONTENT']._serialized_end=1085
+  _globals['_DECODEREQUEST_TOKENCONTENT']._serialized_start=1087
+  _globals['_DECODEREQUEST_TOKENCONTENT']._serialized_end=1120
+  _globals['_DECODEREQUEST_METADATA']._serialized_start=1122
+  _globals['_DECODEREQUEST_METADATA']._serialized_end=1152
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_start=1154
+  _globals['_DECODEREQUEST_LOGITBIASENTRY']._serialized_end=1202
+  _globals['_TOKENLOGPROB']._serialized_start=1609
+  _globals['_TOKENLOGPROB']._serialized_end=1882
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1795
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1870
+  _globals['_DECODERESPONSE']._serialized_start=1885
+  _globals['_DECODERESPONSE']._serialized_end=2729
+  _globals['_DECODERESPONSE_INITIALCONTENT']._serialized_start=2171
+  _globals['_DECODERESPONSE_INITIALCONTENT']._serialized_end=2187
+  _globals['_DECODERESPONSE_STREAMCONTENT']._serialized_start=2190
+  _globals['_DECODERESPONSE_STREAMCONTENT']._serialized_end=2503
+  _globals['_DECODERESPONSE_STREAMCONTENT_SAMPLE']._serialized_start=2279
+  _globals['_DECODERESPONSE_STREAMCONTENT_SAMPLE']._serialized_end=2503
+  _globals['_DECODERESPONSE_PROMPT']._serialized_start=2505
+  _globals['_DECODERESPONSE_PROMPT']._serialized_end=2609
+  _globals['_DECODERESPONSE_USAGE']._serialized_start=2611
+  _globals['_DECODERESPONSE_USAGE']._serialized_end=2691
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=2731
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=2751
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2753
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=2791
+  _globals['_ORCHESTRATOR']._serialized_start=2794
+  _globals['_ORCHESTRATOR']._serialized_end=2979
 # @@protoc_insertion_point(module_scope)

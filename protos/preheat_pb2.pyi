@@ -43,7 +43,7 @@ class ModelCardResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., created: _Optional[int] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ...) -> None: ...
 
 class RenderChatRequest(_message.Message):
-    __slots__ = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message", "tool_name", "parallel_tool_calls")
+    __slots__ = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message", "tool_name", "parallel_tool_calls", "tools_optional")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class RenderChatRequest(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     messages: str
     tools: str
     template_kwargs: str
@@ -58,7 +59,8 @@ class RenderChatRequest(_message.Message):
     continue_final_message: bool
     tool_name: str
     parallel_tool_calls: bool
-    def __init__(self, messages: _Optional[str] = ..., tools: _Optional[str] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: bool = ...) -> None: ...
+    tools_optional: bool
+    def __init__(self, messages: _Optional[str] = ..., tools: _Optional[str] = ..., template_kwargs: _Optional[str] = ..., add_generation_prompt: bool = ..., continue_final_message: bool = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: bool = ..., tools_optional: bool = ...) -> None: ...
 
 class RenderChatResponse(_message.Message):
     __slots__ = ("text", "token_ids", "tool_format", "tool_grammar")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.checks import described, json_schema, shown, string
+from server.checks import ANY_OBJECT, described, json_schema, shown, string
 
 MAX_TOOLS = 128
 
@@ -122,6 +122,7 @@ class ToolName:
                     "name": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
                     "description": {"type": "string"},
                     "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+                    "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 },
             },
         },
@@ -144,6 +145,8 @@ def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         names.add(name)
         if not isinstance(function.get("parameters", {}), (dict, type(None))):
             raise ValueError(f"[{index}].function.parameters must be a JSON schema (an object)")
+        if not isinstance(function.get("strict"), (bool, type(None))):
+            raise ValueError(f"[{index}].function.strict must be true or false")
     string(json.dumps(value, ensure_ascii=False))
     return tuple(value)
 
@@ -201,7 +204,7 @@ def response_format(value: Any) -> str | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return '{"type": "object"}'
+        return ANY_OBJECT
     if kind != "json_schema":
         raise ValueError("must be an object whose type is text, json_object or json_schema")
     inner = value.get("json_schema")

@@ -43,7 +43,9 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
         callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
         parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
         answer.tool_format = writer.format
-        answer.tool_grammar = writer.grammar(callable_tools, parallel=parallel)
+        grammar = writer.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
+        if grammar is not None:
+            answer.tool_grammar = grammar
     sentinel = ""
     if request.continue_final_message:
         sentinel = secrets.token_hex(16)  # marks where the last message ends, whatever the template puts behind it

@@ -21,7 +21,10 @@ MAX_TOP_LOGPROBS = 20  # engine.api.TOP_LOGPROBS
 MAX_COMPLETION_LOGPROBS = 5
 MAX_PROMPTS = 1024
 MAX_REQUEST_ID = 256  # characters
+MAX_CHOICES = 1024
 MAX_GRAMMAR = 65_536  # characters of a schema, expression or grammar: server.guided.MAX_LENGTH
+
+ANY_OBJECT = '{"type": "object"}'  # the schema of any JSON object
 
 Check = Callable[[Any], Any]
 Json = dict[str, Any]
@@ -241,6 +244,58 @@ def grammar(value: Any) -> str:
 def json_schema(value: Any) -> str:
     """A JSON schema, given as an object or as its JSON text; returned as text."""
     return grammar(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
+
+
+@described({
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_CHOICES,
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR},
+})
+def choices(value: Any) -> tuple[str, ...]:
+    """The texts that an answer may be."""
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_CHOICES:
+        raise ValueError(f"must be a list of 1 to {MAX_CHOICES} strings")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise ValueError("must be strings of at least one character")
+        string(item)
+    if sum(map(len, value)) > MAX_GRAMMAR:
+        raise ValueError(f"must have at most {MAX_GRAMMAR} characters in all")
+    return tuple(value)
+
+
+@described({
+    "type": "object",
+    "properties": {
+        "json": {"anyOf": [*json_schema.schema["anyOf"], {"type": "null"}]},  # type: ignore[attr-defined]
+        "regex": {"anyOf": [grammar.schema, {"type": "null"}]},  # type: ignore[attr-defined]
+        "choice": {"anyOf": [choices.schema, {"type": "null"}]},  # type: ignore[attr-defined]
+        "grammar": {"anyOf": [grammar.schema, {"type": "null"}]},  # type: ignore[attr-defined]
+        "json_object": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "structural_tag": {"type": "null"},
+    },
+})
+def structured_outputs(value: Any) -> tuple[str, Any]:
+    """vLLM's ``structured_outputs`` as the field ``guided_*`` that says the same, and its value."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    if value.get("structural_tag") is not None:
+        raise ValueError("structural_tag is not supported: use tools, or grammar")
+    any_object = value.get("json_object")
+    if any_object is not None and type(any_object) is not bool:
+        raise ValueError("json_object must be true or false")
+    given = [name for name in ("json", "regex", "choice", "grammar") if value.get(name) is not None]
+    if len(given) + bool(any_object) != 1:
+        raise ValueError("must have exactly one of json, regex, choice, grammar, json_object")
+    if any_object:
+        return "guided_json", ANY_OBJECT
+    (name,) = given
+    check = {"json": json_schema, "choice": choices}.get(name, grammar)
+    try:
+        return f"guided_{name}", check(value[name])
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 @described({

@@ -56,8 +56,10 @@ class RequestFields:
     guided_json: str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
+    guided_choice: tuple[str, ...] | None = None
     show_tool_markers: bool = False
     # of HTTP only
+    guide_field: str | None = None  # what the client called its guide, where that is another name
     stream: bool = False
     include_usage: bool = False
     prompt: tuple[str | tuple[int, ...], ...] = ()
@@ -82,7 +84,7 @@ class Field:
 Table = dict[str, Field]  # never changed
 
 
-GUIDED = ("guided_json", "guided_regex", "guided_grammar")
+GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 SAMPLING: Table = {
     "temperature": Field("temperature", checks.number(0, 1e6)),
@@ -103,9 +105,11 @@ SAMPLING: Table = {
     "guided_json": Field("guided_json", checks.json_schema),
     "guided_regex": Field("guided_regex", checks.grammar),
     "guided_grammar": Field("guided_grammar", checks.grammar),
+    "guided_choice": Field("guided_choice", checks.choices),
 }
 
 _HTTP: Table = SAMPLING | {
+    "structured_outputs": Field("structured_outputs", checks.structured_outputs),
     "max_tokens": Field("max_tokens", checks.integer(0, checks.INT32_MAX)),
     "stream": Field("stream", checks.boolean),
     "user": Field("", checks.string),
@@ -180,6 +184,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
             checked = _checked(name, value, field.check)
             if field.target and checked is not None:
                 values[field.target] = checked
+    _combine_guides(values)
     if table is COMPLETIONS:
         _combine_completions(values)
     elif table is CHAT:
@@ -188,7 +193,6 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
         _require(values, "prompt")
     elif values.get("prompt_only") and values.get("max_tokens"):
         raise InvalidRequest(f"max_tokens must be 0 with prompt_only, not {values['max_tokens']}", param="max_tokens")
-    _check_guides(values)
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
     return RequestFields(**values)
@@ -257,6 +261,7 @@ def _combine_tools(values: dict[str, Any]) -> None:
         raise InvalidRequest(f"tool_choice names a function that is not in tools: {choice.name}", param="tool_choice")
     if tools and choice != "none":
         if guide := next((name for name in GUIDED if name in values), None):
+            guide = values.get("guide_field", guide)
             raise InvalidRequest(f'{guide} and tools exclude each other: use tool_choice "none"', param=guide)
         if choice != "auto" and "response_schema" in values:
             raise InvalidRequest(
@@ -265,11 +270,14 @@ def _combine_tools(values: dict[str, Any]) -> None:
             )
 
 
-def _check_guides(values: Mapping[str, Any]) -> None:
-    given = [name for name in (*GUIDED, "response_schema") if values.get(name) is not None]
+def _combine_guides(values: dict[str, Any]) -> None:
+    spelled = {"response_schema": "response_format"}
+    given = [spelled.get(name, name) for name in (*GUIDED, "structured_outputs", "response_schema") if name in values]
     if len(given) > 1:
-        second = given[1] if given[1] in GUIDED else "response_format"
-        raise InvalidRequest(f"{given[0]} and {second} exclude each other: give one of them", param=second)
+        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: give one of them", param=given[1])
+    if "structured_outputs" in values:
+        name, value = values.pop("structured_outputs")
+        values[name], values["guide_field"] = value, "structured_outputs"
 
 
 def _require(values: Mapping[str, Any], name: str) -> None:

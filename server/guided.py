@@ -31,6 +31,9 @@ WHITESPACE = r"[ \n\r\t]{1,64}"  # between JSON's tokens; bounded, or a model ma
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
 
 
+Constraint = str | tuple[str, ...]  # of guided_choice texts, else one text
+
+
 class Tokenizer(Protocol):
     """What is needed of `server.tokenizers.Tokenizer`."""
 
@@ -120,39 +123,41 @@ class Guides:
         self._vocab_size = vocab_size
         self._native: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: collections.OrderedDict[tuple[str, str], Guide] = collections.OrderedDict()
+        self._compiled: collections.OrderedDict[tuple[str, Constraint], Guide] = collections.OrderedDict()
 
     def prepare(self) -> None:
         """Reads the vocabulary, which the first request would wait for otherwise (about 10 us a token)."""
         with self._lock:
             self._vocabulary()
 
-    def compile(self, param: str, text: str) -> Guide:
+    def compile(self, param: str, value: Constraint) -> Guide:
         """The guide of a request's field.
 
         Args:
-            param: ``guided_json`` (a JSON schema), ``guided_regex`` or ``guided_grammar`` (Lark or GBNF).
-            text: its value.
+            param: ``guided_json`` (a JSON schema), ``guided_regex``, ``guided_grammar`` (Lark or GBNF) or
+                ``guided_choice`` (texts, one of which is the answer).
+            value: its value.
 
         Raises:
             InvalidRequest: it cannot be compiled.
         """
-        if len(text) > MAX_LENGTH:
-            raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, not {len(text)}", param=param)
+        length = len("".join(value))
+        if length > MAX_LENGTH:
+            raise InvalidRequest(f"{param} must have at most {MAX_LENGTH} characters, not {length}", param=param)
         with self._lock:
-            guide = self._compiled.get((param, text))
+            guide = self._compiled.get((param, value))
             if guide is None:
-                guide = self._compiled[param, text] = self._compile(param, text)
-            self._compiled.move_to_end((param, text))
+                guide = self._compiled[param, value] = self._compile(param, value)
+            self._compiled.move_to_end((param, value))
             while len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
             return guide
 
-    def _compile(self, param: str, text: str) -> Guide:
+    def _compile(self, param: str, value: Constraint) -> Guide:
         import llguidance
 
         try:
-            grammar = _grammar(param, text)
+            grammar = _grammar(param, value)
         except (ValueError, RecursionError) as error:
             raise _refused(param, str(error)) from None
         limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
@@ -211,10 +216,14 @@ def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
     return mask.view(np.uint32)
 
 
-def _grammar(param: str, text: str) -> str:
+def _grammar(param: str, value: Constraint) -> str:
     """llguidance's own description of what it is to compile."""
     import llguidance
 
+    if isinstance(value, tuple):  # one expression: a grammar of a thousand texts is too much for llguidance
+        text = "|".join("".join(f"\\x{{{ord(character):x}}}" for character in choice) for choice in value)
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    text = value
     if param == "guided_json":
         if not isinstance(json.loads(text), dict):
             raise ValueError("a JSON schema is an object")

@@ -238,9 +238,9 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
     async def _guide(self, model: Model, parsed: RequestFields) -> Guide | None:
         """Compiled before the request is queued, in a thread of its own, so that a heavy one delays other such only."""
         for name in fields.GUIDED:
-            if (text := getattr(parsed, name)) is not None:
+            if (value := getattr(parsed, name)) is not None:
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._server.grammar_worker, model.guides.compile, name, text)
+                return await loop.run_in_executor(self._server.grammar_worker, model.guides.compile, name, value)
         return None
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:

@@ -29,7 +29,7 @@ def fields_from_proto(request: orchestrator_pb2.DecodeRequest) -> RequestFields:
         if descriptor.name in fields.GRPC:
             if descriptor.name == "logit_bias":
                 value = dict(value)
-            elif descriptor.name in ("stop", "stop_token_ids"):
+            elif descriptor.name in ("stop", "stop_token_ids", "guided_choice"):
                 value = list(value)
             body[descriptor.name] = value
     if request.prompt_only:
@@ -45,6 +45,7 @@ def fields_to_proto(parsed: RequestFields) -> orchestrator_pb2.DecodeRequest:
         logit_bias=dict(parsed.logit_bias),
         stop=parsed.stop,
         stop_token_ids=parsed.stop_token_ids,
+        guided_choice=parsed.guided_choice or (),
     )
     for name in fields.GRPC:
         value = getattr(parsed, name, None)

@@ -152,6 +152,7 @@ class Proxy:
         if tools:
             request.tools = _compact(tools)
             request.parallel_tool_calls = parsed.parallel_tool_calls
+            request.tools_optional = parsed.tool_choice == "auto" and parsed.response_schema is None
             if isinstance(parsed.tool_choice, ToolName):
                 request.tool_name = parsed.tool_choice.name
         rendered = await self._upstreams.call("RenderChat", request, metadata)
@@ -310,13 +311,12 @@ def _decode_requests(parsed: RequestFields) -> list[DecodeRequest]:
 
 
 def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
-    """A call where one is asked for; a call or an answer in the format asked for; else the model is free."""
-    if parsed.tool_choice != "auto":
-        grammar = f"start: tool_calls\n{calls}"
-    elif parsed.response_schema is not None:
-        grammar = f"start: tool_calls | answer\nanswer: %json {parsed.response_schema}\n{calls}"
-    else:
+    """``calls`` is what the model may write; empty: anything. Beside it, an answer in the format that is asked for."""
+    if not calls:
         return dataclasses.replace(parsed, show_tool_markers=True)
+    grammar = f"start: tool_calls\n{calls}"
+    if parsed.response_schema is not None:
+        grammar = f"start: tool_calls | answer\nanswer: %json {parsed.response_schema}\n{calls}"
     return dataclasses.replace(parsed, show_tool_markers=True, guided_grammar=grammar)
 
 
@@ -324,7 +324,9 @@ def _in_the_clients_words(error: InvalidRequest, parsed: RequestFields) -> Inval
     """Names the field that the client sent, where a guide was made of it."""
     if error.param is None or not error.param.startswith("guided_"):
         return error
-    sent = "response_format" if parsed.response_schema is not None else "tools" if parsed.tools else error.param
+    sent = parsed.guide_field or error.param
+    if parsed.response_schema is not None or parsed.tools and parsed.tool_choice != "none":
+        sent = "response_format" if parsed.response_schema is not None else "tools"
     return InvalidRequest(error.message.replace(error.param, sent, 1), param=sent)
 
 

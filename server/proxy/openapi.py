@@ -41,6 +41,8 @@ ABOUT = {
     "guided_json": "The answer keeps to this JSON schema (an object, or its text).",
     "guided_regex": "The whole answer matches this regular expression (Rust's syntax, no look-around).",
     "guided_grammar": "The answer keeps to this grammar (Lark or GBNF).",
+    "guided_choice": "The answer is one of these texts.",
+    "structured_outputs": "vLLM's spelling: exactly one of json, regex, choice, grammar, json_object.",
     "stream": "Server-sent events, the last of them [DONE].",
     "stream_options": "include_usage: a last event with the usage.",
     "user": "Not used.",

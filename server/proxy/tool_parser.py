@@ -4,21 +4,22 @@ The formats are those of ``server/tools.py``. What does not parse as a call of a
 all. Nothing is lost, and the outcome does not depend on how the text was cut: the joined pieces are what `ToolParser`
 makes of the whole text.
 
-A call is recognised by its head, ``{"name": "f", "arguments": {``; from there on its arguments are passed on as they
-come, so they are the model's own JSON text. A call behind a marker may also have its keys in another order; it is then
-passed on when it is complete.
+A call is recognised by its head, ``{"name": "f", "arguments": {`` or ``f[ARGS]{``; from there on its arguments are
+passed on as they come, so they are the model's own JSON text. A call that is an object behind a marker may also have its
+keys in another order; it is then passed on when it is complete.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 import string
 from collections.abc import Iterable
 from typing import Any
 
-from server.tools import HERMES, JSON, MARKERS, MISTRAL
+from server.tools import ARGS, CALL_ID, HERMES, JSON, MARKERS, MISTRAL, MISTRAL_ARGS
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _WHITESPACE = " \t\r\n"
@@ -51,13 +52,13 @@ class ToolParser:
     """Reads one sample's text.
 
     Args:
-        format: ``hermes``, ``mistral`` or ``json``.
+        format: ``hermes``, ``mistral``, ``mistral-args`` or ``json``. Either of Mistral's reads both.
         names: of the functions that may be called.
         parallel: False: only the first call counts, and what follows it is dropped.
     """
 
     def __init__(self, format: str, names: Iterable[str], *, parallel: bool = True):
-        self._format = format
+        self._format = MISTRAL if format == MISTRAL_ARGS else format
         self._names = tuple(names)
         self._parallel = parallel
         self._opening = MARKERS[format][0]
@@ -66,6 +67,7 @@ class ToolParser:
         self._state = self._begin if format == JSON else self._content
         self._raw = ""  # what goes back into the content if the call turns out to be none
         self._scan = _ObjectScanner()
+        self._depth = 1  # of the object around the arguments: they are a value of the call's, or stand alone
         self._ended = False
         self._out = Parsed()
         self._after_call = False  # no content since: space behind a call is none
@@ -134,16 +136,34 @@ class ToolParser:
         raise _NeedsMore
 
     def _list(self) -> None:
-        """Behind Mistral's marker: the list's bracket."""
+        """Behind Mistral's marker: the list's bracket, or a name."""
         self._skip(_WHITESPACE)
         if self._buffer.startswith("["):
             self._take(1)
-        self._state = self._object
+        self._state = self._object if self._raw.endswith("[") or self._buffer.startswith("{") else self._named
+
+    def _named(self) -> None:
+        """A call that begins with its name should begin here."""
+        try:
+            head = read_named_head(self._buffer, self._names)
+        except _NeedsMore:
+            if self._ended:
+                self._give_back()
+                return
+            raise
+        if head is None:
+            self._give_back()
+            return
+        name, identifier, end = head
+        self._scan, self._depth = _ObjectScanner(), 0
+        self._take(end)
+        self._start(name, identifier)
+        self._state = self._arguments
 
     def _object(self) -> None:
         """A call should begin here."""
         self._skip(_WHITESPACE)
-        self._scan = _ObjectScanner()
+        self._scan, self._depth = _ObjectScanner(), 1
         try:
             head = read_head(self._buffer, self._names)
         except _NeedsMore:
@@ -164,14 +184,14 @@ class ToolParser:
 
     def _arguments(self) -> None:
         """Within the arguments, which are passed on."""
-        end = self._scan.feed(self._buffer, until=1)
+        end = self._scan.feed(self._buffer, until=self._depth)
         arguments = self._buffer if end is None else self._buffer[:end]
         if arguments:
             self._out.pieces.append(CallPiece(self.calls - 1, arguments=arguments))
         self._buffer = self._buffer[len(arguments) :]
         if end is None:
             raise _NeedsMore
-        self._state = self._rest
+        self._state = self._rest if self._depth else self._after
 
     def _rest(self) -> None:
         """Between the arguments and the end of the call's object."""
@@ -239,10 +259,10 @@ class ToolParser:
         self._out.content += content
         self._after_call = self._after_call and not content
 
-    def _start(self, name: str) -> None:
+    def _start(self, name: str, identifier: str | None = None) -> None:
         # Mistral's templates insist on ids of nine letters and digits.
         mistral = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-        identifier = mistral if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
+        identifier = identifier or (mistral if self._format == MISTRAL else f"call_{secrets.token_hex(12)}")
         self._out.pieces.append(CallPiece(self.calls, identifier, name))
         self.calls += 1
         self._after_call = True
@@ -316,6 +336,32 @@ def read_head(text: str, names: Iterable[str]) -> tuple[str, int] | None:
     if undecided:
         raise _NeedsMore
     return None
+
+
+def read_named_head(text: str, names: Iterable[str]) -> tuple[str, str | None, int] | None:
+    """Name, id and where the arguments' brace is of ``name[ARGS]{`` or ``name[CALL_ID]id[ARGS]{``; `None`: it is no
+    such head.
+
+    Raises:
+        _NeedsMore: it may become one.
+    """
+    place = text.find("[")
+    if place < 0:
+        if any(name.startswith(text) for name in names):
+            raise _NeedsMore
+        return None
+    name, identifier = text[:place], None
+    if name not in names:
+        return None
+    if CALL_ID.startswith(text[place : place + len(CALL_ID)]):
+        place += len(CALL_ID)
+        found = re.match(r"[A-Za-z0-9_-]{0,64}", text[place:])
+        identifier = found[0] if found else ""
+        place += len(identifier)
+        if place >= len(text):
+            raise _NeedsMore
+    after = _follow(text[place:], [(ARGS,), ("{",)])
+    return None if after is None else (name, identifier or None, place + after[0] - 1)
 
 
 def _follow(text: str, pattern: list[tuple[str, ...]]) -> tuple[int, list[str]] | None:

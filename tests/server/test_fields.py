@@ -141,6 +141,22 @@ BAD = [
     ("guided_regex", {}),
     ("guided_regex", "x" * 65_537),
     ("guided_grammar", ["start: x"]),
+    ("guided_choice", []),
+    ("guided_choice", "yes"),
+    ("guided_choice", ["yes", ""]),
+    ("guided_choice", ["yes", 5]),
+    ("guided_choice", ["\ud800"]),
+    ("guided_choice", ["x"] * 1025),
+    ("guided_choice", ["x" * 40_000, "y" * 40_000]),
+    ("structured_outputs", "json"),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"json": None, "json_object": False}),
+    ("structured_outputs", {"json": {}, "regex": "x"}),
+    ("structured_outputs", {"json_object": 1}),
+    ("structured_outputs", {"json_object": True, "regex": "x"}),
+    ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"regex": ""}),
+    ("structured_outputs", {"structural_tag": "{}"}),
     ("prompt", 5),
     ("prompt", []),
     ("prompt", ["a", 5]),
@@ -236,6 +252,11 @@ def test_chat_fields():
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "x"}, "response_format"),
         ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
+        ({"guided_json": {}, "guided_choice": ["x"]}, "guided_choice"),
+        ({"guided_json": {}, "structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}}, "response_format"),
+        ({"tools": [TOOL], "structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": {}}, "tools"),
         ({"tools": [TOOL, TOOL]}, "tools"),
@@ -310,6 +331,16 @@ def test_guides_are_text():
     assert completion(guided_json='{"type":"object"}').guided_json == '{"type":"object"}'
     assert completion(guided_regex="a+").guided_regex == "a+"
     assert completion(guided_grammar="start: /a/").guided_grammar == "start: /a/"
+    assert completion(guided_choice=["a", "b"]).guided_choice == ("a", "b")
+    for outputs, name, value in [
+        ({"json": {"type": "object"}}, "guided_json", '{"type": "object"}'),
+        ({"json_object": True, "regex": None}, "guided_json", '{"type": "object"}'),
+        ({"regex": "a+", "disable_any_whitespace": True}, "guided_regex", "a+"),
+        ({"choice": ["a"]}, "guided_choice", ("a",)),
+        ({"grammar": "start: /a/"}, "guided_grammar", "start: /a/"),
+    ]:
+        parsed = completion(structured_outputs=outputs)
+        assert (getattr(parsed, name), parsed.guide_field) == (value, "structured_outputs")
 
 
 def test_tools_and_choices():
@@ -373,6 +404,8 @@ def test_fields_survive_the_wire():
     )
     request = DecodeRequest.FromString(wire.fields_to_proto(parsed).SerializeToString())
     assert wire.fields_from_proto(request) == parsed
+    choice = RequestFields(guided_choice=("a", "ü"))
+    assert wire.fields_from_proto(wire.fields_to_proto(choice)) == choice
 
 
 def test_jetstreams_zeros_are_absent():
@@ -403,6 +436,7 @@ def test_jetstreams_zeros_are_absent():
         {"prompt_logprobs": -1},
         {"lora_adapter_id": "x"},
         {"guided_json": ""},
+        {"guided_choice": ["a", ""]},
         {"request_id": ""},
         {"request_id": "a\nb"},
         {"prompt_only": True, "max_tokens": 3},

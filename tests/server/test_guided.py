@@ -88,6 +88,19 @@ def test_kinds_of_grammars(param, text, good, bad):
         after(guide, bad)
 
 
+def test_choices():
+    texts = ("yes", "yes!", "(a|b)", "日本 🎉", 'a"b\\', "\x00\n")
+    guide = GUIDES.compile("guided_choice", texts)
+    for text in texts:
+        matcher = after(guide, text)
+        assert matcher.finished or EOS in allowed(matcher.mask())
+    assert allowed(after(guide, "yes").mask()) == {ord("!"), EOS, EOT}
+    with pytest.raises(InvalidRequest, match="guided_choice cannot be followed"):
+        after(guide, "a|")
+    many = GUIDES.compile("guided_choice", tuple(f"choice {number}" for number in range(1000)))
+    assert allowed(after(many, "choice 77").mask()) == {*map(ord, "0123456789"), EOS, EOT}
+
+
 def test_spaces_in_json_are_bounded():
     guide = GUIDES.compile("guided_json", '{"type": "object"}')
     assert ord(" ") in allowed(after(guide, "{" + " " * 63).mask())

@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.mock import Table
+from server.client import Client
 from server.errors import InvalidRequest
 from server.guided import Guides
 from server.proxy.tool_parser import ToolParser
 from server.tokenizers import ByteTokenizer, ChatTemplate
 from server.tokenizers.special import SpecialToken, SpecialTokens
-from server.tools import HERMES, JSON, MISTRAL, ToolWriter, tool_writer
+from server.tools import HERMES, JSON, MISTRAL, MISTRAL_ARGS, ToolWriter, tool_writer
 
 EOS = 257
 WEATHER = {
@@ -92,6 +93,18 @@ CASES = [
     (MISTRAL, f"Well: [TOOL_CALLS]{CALL}", "Well:", [WANT]),
     (MISTRAL, "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
     (MISTRAL, "[TOOL", "[TOOL", []),
+    (MISTRAL, f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "", [WANT]),
+    (MISTRAL_ARGS, f"Well: [TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "Well:", [WANT]),
+    (MISTRAL_ARGS, f"[TOOL_CALLS] get_weather[CALL_ID]a1B2c3D4e[ARGS] {ARGUMENTS}", "", [WANT]),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get[ARGS]{}[TOOL_CALLS]time[ARGS]{}", "", [("get", "{}"), ("time", "{}")]),
+    (MISTRAL_ARGS, f"[TOOL_CALLS][{CALL}]", "", [WANT]),
+    (MISTRAL_ARGS, '[TOOL_CALLS]get[ARGS]{"x": ', "", [("get", '{"x": ')]),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get[ARGS]{} done", " done", [("get", "{}")]),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get[ARGS]5", "[TOOL_CALLS]get[ARGS]5", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]rm[ARGS]{}", "[TOOL_CALLS]rm[ARGS]{}", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get[CALL_ID]?[ARGS]{}", "[TOOL_CALLS]get[CALL_ID]?[ARGS]{}", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get[CALL_ID]x", "[TOOL_CALLS]get[CALL_ID]x", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]get_wea", "[TOOL_CALLS]get_wea", []),
     (JSON, LLAMA, "", [WANT]),
     (JSON, CALL, "", [WANT]),
     (JSON, f" <|python_tag|>{LLAMA}", "", [WANT]),
@@ -117,11 +130,11 @@ def test_calls_in_a_text(format, text, content, calls):
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(
-    format=st.sampled_from([HERMES, MISTRAL, JSON]),
+    format=st.sampled_from([HERMES, MISTRAL, MISTRAL_ARGS, JSON]),
     parts=st.lists(
         st.sampled_from([
             "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", ",", ";", " ", "\n", "x", "{",
-            "}", '"', CALL, LLAMA, '{"name": "get", ', '"arguments": {', '"name": "rm"', "<tool", "[TOOL",
+            "}", '"', "get", "get_weather", "[ARGS]", "[CALL_ID]", CALL, LLAMA, '{"name": "get", ', '"arguments": {', '"name": "rm"', "<tool", "[TOOL",
         ]),
         max_size=8,
     ),
@@ -145,6 +158,8 @@ def test_without_parallel_calls_only_the_first_counts():
 def test_mistrals_ids_have_nine_letters_and_digits():
     first, second = (ToolParser(MISTRAL, NAMES).push(f"[TOOL_CALLS][{CALL}]").pieces[0].id for _ in range(2))
     assert len(first) == 9 and first.isalnum() and first != second
+    named = ToolParser(MISTRAL_ARGS, NAMES).push("[TOOL_CALLS]get[CALL_ID]a1B2c3D4e[ARGS]{}").pieces[0]
+    assert (named.id, named.name) == ("a1B2c3D4e", "get")  # the model's own
 
 
 # The grammar of calls.
@@ -157,6 +172,7 @@ HERMES_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 MISTRAL_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")
+ARGS_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]f[ARGS]")
 LLAMA_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call>", '"parameters"')
 
 
@@ -177,7 +193,13 @@ class Tokenizer(ByteTokenizer):
 
 @pytest.mark.parametrize(
     ("template", "format"),
-    [(HERMES_TEMPLATE, HERMES), (MISTRAL_TEMPLATE, MISTRAL), (LLAMA_TEMPLATE, JSON), ("{{ messages }}", None)],
+    [
+        (HERMES_TEMPLATE, HERMES),
+        (MISTRAL_TEMPLATE, MISTRAL),
+        (ARGS_TEMPLATE, MISTRAL_ARGS),
+        (LLAMA_TEMPLATE, JSON),
+        ("{{ messages }}", None),
+    ],
 )
 def test_the_template_tells_the_format(template, format):
     writer = tool_writer(ByteTokenizer(), {"default": template})
@@ -185,15 +207,16 @@ def test_the_template_tells_the_format(template, format):
     assert tool_writer(ByteTokenizer(), {"default": "x", "tool_use": HERMES_TEMPLATE}).format == HERMES
 
 
-def accepts(writer, tools, text, *, parallel=True, tokenizer=None):
+def accepts(writer, tools, text, *, tokenizer=None, **options):
     """Whether a whole text is allowed by the grammar of calls."""
     guides = Guides(tokenizer or ByteTokenizer(), (EOS,), 320)
-    grammar = f"start: tool_calls\n{writer.grammar(tools, parallel=parallel)}"
+    grammar = f"start: tool_calls\n{writer.grammar(tools, **({'parallel': True} | options))}"
     matcher = guides.compile("guided_grammar", grammar).matcher()
     try:
         for token in text if isinstance(text, list) else text.encode():
             matcher.accept(token)
-        matcher.accept(EOS)
+        if not matcher.finished:
+            matcher.accept(EOS)
     except InvalidRequest:
         return False
     return True
@@ -219,6 +242,81 @@ def test_grammars_allow_calls_of_the_tools_only(format, one, two):
     if two:
         assert accepts(writer, [WEATHER], two % (good, good))
         assert not accepts(writer, [WEATHER], two % (good, good), parallel=False)
+
+
+ARGS_OF = "[TOOL_CALLS]%s[ARGS]%s"
+
+
+def test_the_grammar_of_calls_that_begin_with_their_name():
+    writer = ToolWriter(MISTRAL_ARGS, {})
+    good = ARGS_OF % ("get_weather", '{"city": "Oslo"}')
+    assert accepts(writer, [WEATHER, TIME], good) and accepts(writer, [TIME], ARGS_OF % ("time", "{}"))
+    assert not accepts(writer, [TIME], good) and not accepts(writer, [WEATHER], ARGS_OF % ("get_weather", "{}"))
+    assert accepts(writer, [WEATHER], good + good) and not accepts(writer, [WEATHER], good + good, parallel=False)
+    tokenizer = Tokenizer(ARGS_TEMPLATE + "[CALL_ID]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    text = [259, *b"time", 261, *b"a1B2c3D4e", 260, *b"{}"]
+    assert accepts(writer, [TIME], text, tokenizer=tokenizer)
+    assert not accepts(writer, [TIME], [259, *b"time", 260, *b"{}"], tokenizer=tokenizer)  # its calls have ids
+
+
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+LOOSE = {"type": "function", "function": {"name": "loose", "parameters": WEATHER["function"]["parameters"]}}
+OPTIONAL = [
+    (HERMES, "<tool_call>\n%s\n</tool_call>", "arguments"),
+    (HERMES, "<tool_call>%s</tool_call>", "arguments"),
+    (MISTRAL, "[TOOL_CALLS][%s]", "arguments"),
+    (MISTRAL_ARGS, "", ""),
+    (JSON, "%s", "parameters"),
+    (JSON, "%s", "arguments"),
+    (JSON, " <|python_tag|>%s", "parameters"),
+]
+
+
+@pytest.mark.parametrize(("format", "around", "key"), OPTIONAL)
+def test_where_calls_are_optional_text_is_free_and_a_strict_tool_is_called_right(format, around, key):
+    def call(name, arguments):
+        if format == MISTRAL_ARGS:
+            return ARGS_OF % (name, arguments)
+        return around % f'{{"name": "{name}", "{key}": {arguments}}}'
+
+    def allows(text, **options):
+        return accepts(ToolWriter(format, {}), [STRICT, LOOSE], text, optional=True, **options)
+
+    good, bad = call("get_weather", '{"city": "Oslo"}'), call("get_weather", '{"town": "Oslo"}')
+    assert all(allows(text) for text in ("", "It rains.", '{"name": "Bob", "age": 5}', "[5]", "< tool_call>", "[ARGS]"))
+    assert allows(good) and not allows(bad) and not allows(call("get_weather", "5"))
+    assert allows(call("loose", '{"town": "Oslo"}')) and not allows(call("loose", "5"))
+    assert not allows(good + " and so on")
+    if format != JSON:  # there a call is all there is
+        assert allows("Let me see.\n" + good) and not allows("Let me see.\n" + bad)
+        assert not allows(call("rm", "{}"))
+        several = good[:-1] + ", " + good[len("[TOOL_CALLS][") :] if format == MISTRAL else None
+        several = several or (good + good if format == MISTRAL_ARGS else good + "\n" + good)
+        assert allows(several) and not allows(several, parallel=False)
+
+
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, JSON])
+def test_optional_calls_keep_to_nothing_unless_a_tool_is_strict_or_one_call_is_the_most(format):
+    writer = ToolWriter(format, {})
+    assert writer.grammar([WEATHER, TIME], parallel=True, optional=True) is None
+    assert writer.grammar([WEATHER, TIME], parallel=False, optional=True) is not None
+    assert writer.grammar([STRICT, TIME], parallel=True, optional=True) is not None
+
+
+def test_control_tokens_that_mark_optional_calls():
+    tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
+    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    calls = [259, *b'[{"name": "get_weather", "arguments": {"city": "a"}}]']
+    options = {"tokenizer": tokenizer, "optional": True}
+    assert accepts(writer, [STRICT], [*b"Well: ", *calls], **options) and accepts(writer, [STRICT], "No", **options)
+    assert not accepts(writer, [STRICT], [*calls[:-3], *b"5}]"], **options)
+    llama = Tokenizer(LLAMA_TEMPLATE, "<|python_tag|>")
+    writer = tool_writer(llama, llama.chat_template.sources)
+    call = list(b'{"name": "get_weather", "parameters": {"city": "a"}}')
+    options["tokenizer"] = llama
+    assert accepts(writer, [STRICT], call, **options) and accepts(writer, [STRICT], [259, *call], **options)
+    assert not accepts(writer, [STRICT], [259, *b"print()"], **options)
 
 
 def test_references_inside_a_tools_schema_still_hold():
@@ -356,6 +454,40 @@ def test_a_required_call_is_made_whatever_the_model_wants(hermes):
         hermes.flat = False
 
 
+def test_an_optional_call_of_a_strict_tool_keeps_to_its_schema(hermes):
+    """Of city and town, which the model wants to say, the schema knows city."""
+    wrong = '<tool_call>\n{"name": "get_weather", "arguments": {"town": "Oslo"}}\n</tool_call>'
+    hermes.says("Let me see. " + wrong)
+    loose = both_ways(hermes)
+    assert json.loads(loose.message.tool_calls[0].function.arguments) == {"town": "Oslo"}
+    strict = both_ways(hermes, tools=[STRICT, TIME], max_tokens=200)
+    assert strict.message.content == "Let me see."
+    assert strict.message.tool_calls[0].function.arguments.startswith('{"city": "')
+    hermes.says("No: <tool_call")
+    assert both_ways(hermes, tools=[STRICT]).message.content == "No: <tool_call"
+
+
+def test_at_most_one_call_without_parallel_ones(hermes):
+    """The model is not let go on; a schema that cannot be compiled does not matter, for the tool is not strict."""
+    one = '<tool_call>\n{"name": "f", "arguments": {"x": 5}}\n</tool_call>'
+    hermes.says(f"{one}\n{one}")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}]
+    assert len(both_ways(hermes, tools=tools).message.tool_calls) == 2
+    options = {"model": NAME, "messages": USER, "temperature": 0, "tools": tools, "parallel_tool_calls": False}
+    answer = hermes.api.chat.completions.create(**options)
+    assert both_ways(hermes, tools=tools, parallel_tool_calls=False).finish_reason == "tool_calls"
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.arguments, answer.usage.completion_tokens) == ('{"x": 5}', len(one))
+    hermes.says("No calls today")
+    assert both_ways(hermes, tools=tools, parallel_tool_calls=False).message.content == "No calls today"
+
+
+def test_a_strict_tool_that_cannot_be_compiled_is_refused(hermes):
+    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "strin"}}}
+    answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "tools": [bad]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
 def test_a_named_call_has_the_tools_arguments(mistral):
     # The model wants to answer; the grammar lets it say only what a call has.
     mistral.says([259, *b'[{"name": "get_weather", "arguments": {"city": "Oslo"}}]'])
@@ -475,6 +607,11 @@ def test_guided_fields_on_every_route(hermes):
         ({"guided_json": {"enum": [5]}}, lambda text: text == "5"),
         ({"guided_json": '{"enum": ["q"]}'}, lambda text: text == '"q"'),
         ({"guided_grammar": 'start: "yes" | "no"'}, lambda text: text in ("yes", "no")),
+        ({"guided_choice": ["y/n", "n"]}, lambda text: text in ("y/n", "n")),
+        ({"structured_outputs": {"json": {"enum": [5]}}}, lambda text: text == "5"),
+        ({"structured_outputs": {"regex": "[0-9]{3}", "json_object": False}}, lambda text: len(text) == 3),
+        ({"structured_outputs": {"choice": ["(a|b)", "\n"]}}, lambda text: text in ("(a|b)", "\n")),
+        ({"structured_outputs": {"grammar": 'start: "yes"'}}, lambda text: text == "yes"),
     ]
     for options, holds in bodies:
         generated = hermes.http.post("/generate", json={"prompt": "assistant: ", **options}).json()["response"]
@@ -482,8 +619,30 @@ def test_guided_fields_on_every_route(hermes):
         chat = hermes.http.post("/v1/chat/completions", json={"messages": USER, **options}).json()["choices"][0]
         assert holds(generated) and holds(completion["text"]) and holds(chat["message"]["content"])
         assert completion["finish_reason"] == chat["finish_reason"] == "stop"
-    refused = hermes.http.post("/generate", json={"prompt": "x", "guided_regex": "("})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+        with hermes.api.completions.create(
+            model=NAME, prompt="x", max_tokens=16, stream=True, extra_body=options
+        ) as stream:
+            assert holds("".join(chunk.choices[0].text for chunk in stream))
+    for options, message in [
+        ({"guided_regex": "("}, "guided_regex cannot be compiled"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs cannot be compiled"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs structural_tag is not supported"),
+    ]:
+        refused = hermes.http.post("/generate", json={"prompt": "x", **options})
+        (field,) = options
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert refused.json()["error"]["message"].startswith(message)
+
+
+def test_a_choice_over_grpc(hermes):
+    with Client(hermes.doors.grpc.local_address) as client:
+        options = {"guided_choice": ["rain", "rainbow", "sun"], "max_tokens": 20}
+        texts = {client.generate("x", **options, temperature=1, seed=seed).text for seed in range(20)}
+        assert texts <= {"rain", "rainbow", "sun"} and len(texts) > 1
+        pieces = list(client.stream("x", **options, temperature=1, seed=0))
+        assert "".join(piece.text for piece in pieces) == client.generate("x", **options, temperature=1, seed=0).text
+        with pytest.raises(InvalidRequest, match="guided_choice"):
+            client.generate("x", guided_choice=[""])
 
 
 def test_the_last_message_is_gone_on_with(hermes):
