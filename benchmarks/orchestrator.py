@@ -22,12 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 
 from benchmarks.free_engine import TOKEN, FreeEngine
 from benchmarks.output import Report, Table, add_options, bars, conditions, emit
+from benchmarks.server_process import cpu_seconds
 from protos import orchestrator_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server.client import decode_request
@@ -37,7 +37,6 @@ IDLE_SECONDS = 10.0
 PROMISED_IDLE = 0.1  # seconds of CPU time
 PROMPT = 16
 DECODE = "/jetstream_proto.Orchestrator/Decode"
-TICKS = 100  # per second, of the times in /proc (USER_HZ)
 
 
 # --- the servers, each in a process of its own ---------------------------------------------------------------------------
@@ -89,14 +88,8 @@ def serve_bare() -> None:
 def _thread_seconds() -> dict[str, float]:
     """CPU time of each Python thread of this process (Linux)."""
     return {
-        thread.name: _cpu_seconds(f"self/task/{thread.native_id}") for thread in threading.enumerate() if thread.native_id
+        thread.name: cpu_seconds(f"self/task/{thread.native_id}") for thread in threading.enumerate() if thread.native_id
     }
-
-
-def _cpu_seconds(process: int | str) -> float:
-    """User and system time of a process or thread."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 class Child:
@@ -122,7 +115,7 @@ class Child:
         return json.loads(self.process.stdout.readline())
 
     def cpu_seconds(self) -> float:
-        return _cpu_seconds(self.process.pid)
+        return cpu_seconds(self.process.pid)
 
     def __exit__(self, *exc: object) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None

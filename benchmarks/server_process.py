@@ -13,6 +13,7 @@ from pathlib import Path
 
 PORTS = re.compile(r"serving (?:HTTP on (http://\S+), )?gRPC on (\S+);")
 START_SECONDS = 600.0
+TICKS = 100  # per second, of the times in /proc (USER_HZ)
 
 
 class BenchServer:
@@ -61,3 +62,9 @@ class BenchServer:
         self._log.close()
         if not any(exc):
             os.unlink(self.log)
+
+
+def cpu_seconds(process: int | str) -> float:
+    """User and system time so far of a process, or of a thread by its path below /proc (Linux)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
