@@ -129,13 +129,14 @@ def start(config: ServeConfig, grpc_address: str) -> ProxyProcess:
         root = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
         try:
-            # A session of its own: Ctrl-C is for the server, which ends its proxy when all answers are out.
+            # A process group of its own: Ctrl-C is for the server, which ends its proxy when all answers are out. Not a session,
+            # for Linux schedules sessions against each other (autogroups): each token would wait for its turn.
             process = subprocess.Popen(
                 arguments,
                 pass_fds=(listening.fileno(), reading),
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
         except OSError as error:
             os.close(writing)

@@ -47,7 +47,7 @@ class Choice:
         return not (self.text or self.logprobs or self.finish_reason)
 
     def take(self) -> Choice:
-        taken = dataclasses.replace(self)
+        taken = Choice(self.index, self.text, self.logprobs, self.finish_reason)
         self.text, self.logprobs, self.finish_reason = "", [], None
         return taken
 
