@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 PAGES_BLOCK = 128  # tokens of each row visited at once in decode
+CPU_ROWS = 8  # rows visited at once in decode on CPU: what is gathered for them stays in its caches
 PREFIX_BLOCK = 256  # tokens visited at once in prefill
 
 _MASKED = -1e30  # finite, so that a row whose first block is wholly masked stays free of NaN
@@ -47,6 +48,22 @@ def attend_pages(
     sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [b, k, g, head_dim]
     """Each row's queries attend to the first ``lengths`` tokens of its pages, or to the last ``window`` of these."""
+    options = {"scoring": scoring, "window": window, "sinks": sinks}
+
+    def attend(q: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
+        return _attend_rows(q, k_pages, v_pages, layer, page_table, lengths, **options)
+
+    def attend_by_groups(*rows: jax.Array) -> jax.Array:
+        groups = tuple(array.reshape(-1, CPU_ROWS, *array.shape[1:]) for array in rows)
+        return jax.lax.map(lambda group: attend(*group), groups).reshape(q.shape)
+
+    if q.shape[0] <= CPU_ROWS or q.shape[0] % CPU_ROWS:
+        return attend(q, page_table, lengths)
+    return jax.lax.platform_dependent(q, page_table, lengths, cpu=attend_by_groups, default=attend)
+
+
+def _attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, window, sinks) -> jax.Array:
+    """`attend_pages` for some of the rows; their longest context is the bound of all."""
     batch, _, _, head_dim = q.shape
     page_size = k_pages.shape[3]
     block_pages = max(1, PAGES_BLOCK // page_size)

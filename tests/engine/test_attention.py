@@ -41,6 +41,23 @@ def test_pages(page_size, layers):
             np.testing.assert_allclose(out[row, head], want, atol=1e-5)
 
 
+def test_many_rows_in_groups_of_their_own_length():
+    """24 rows make three groups on CPU: one of short rows, one of mixed ones, one of padding alone."""
+    rng = np.random.default_rng(1)
+    heads, group, head_dim, page_size, pool = 2, 2, 8, 32, 40
+    lengths = np.array([*range(1, 9), 250, 0, 33, 128, 129, 0, 0, 200, *[0] * 8], np.int32)
+    table = rng.integers(1, pool, (24, 8)).astype(np.int32)
+    k_pages, v_pages = rng.normal(size=(2, 1, heads, pool, page_size, head_dim)).astype(np.float32)
+    q = rng.normal(size=(24, heads, group, head_dim)).astype(np.float32)
+    out = np.asarray(jax.jit(attend_pages)(q, k_pages, v_pages, 0, table, lengths))
+    assert (out[lengths == 0] == 0).all()
+    for row in np.flatnonzero(lengths):
+        for head in range(heads):
+            keys, values = (pool_[0, head, table[row]].reshape(-1, head_dim) for pool_ in (k_pages, v_pages))
+            want = plain(q[row, head], keys, values, np.arange(len(keys)) < lengths[row])
+            np.testing.assert_allclose(out[row, head], want, atol=1e-5)
+
+
 @pytest.mark.parametrize(("start", "tokens", "capacity"), [(0, 1, 64), (0, 16, 64), (40, 16, 64), (250, 30, 600), (300, 280, 600)])
 def test_prefix(start, tokens, capacity):
     rng = np.random.default_rng(1)
