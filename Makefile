@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: serve test protos clean
+.PHONY: serve test test-clients protos clean
 
 # Serves the default model: HTTP on 8000, gRPC on 9000. ARGS are options of `preheat serve`.
 serve: $(VENV)/.serve
@@ -13,6 +13,17 @@ serve: $(VENV)/.serve
 # The whole test suite. ARGS are options of pytest.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+# The suite's tests against clients that nobody here wrote (lm-eval, schemathesis), which live in an environment of their own:
+# 100 packages, 970 MB. `make test` skips these tests where that environment is not there.
+test-clients: $(VENV)/.test build/clients/.installed
+	$(BIN)/python -m pytest tests/e2e/test_client_lm_eval.py tests/server/test_client_schemathesis.py $(ARGS)
+
+build/clients/.installed: pyproject.toml
+	$(PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	build/clients/bin/python -m pip install --quiet --group clients
+	touch $@
 
 # The installation follows the sources; it is made anew only when the dependencies change.
 $(VENV)/bin/python:

@@ -1,8 +1,8 @@
 """The calls that lm-eval's ``local-completions`` and ``local-chat-completions`` make, and its reading of the answers.
 
-lm-eval itself (0.4.13, ``lm_eval[api]``) brings 74 packages and 760 MB, too much for a test suite. The payloads and
-what is read of the answers follow its ``models/openai_completions.py``; the log-likelihoods are compared with sums over
-the table that the model is made of.
+lm-eval itself (0.4.13, ``lm_eval[api]``) brings 74 packages and 760 MB, too much for the test suite; ``make
+test-clients`` runs it (``tests/e2e/test_client_lm_eval.py``). The payloads and what is read of the answers follow its
+``models/openai_completions.py``; the log-likelihoods are compared with sums over the table that the model is made of.
 """
 
 from __future__ import annotations

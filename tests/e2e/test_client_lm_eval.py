@@ -1,0 +1,159 @@
+"""lm-eval itself against a served checkpoint whose log-probs are known: ``local-completions``, ``local-chat-completions``.
+
+lm-eval lives in an environment of its own (``make test-clients`` makes it: 100 packages, 970 MB); without that, these
+tests are skipped. The task is local data; what lm-eval reports is compared with sums over the table that the
+checkpoint is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+from server_process import ROOT, serving
+
+from tests.golden import known
+
+LM_EVAL = ROOT / "build" / "clients" / "bin" / "lm_eval"
+pytestmark = pytest.mark.skipif(not LM_EVAL.exists(), reason="lm-eval is not installed: make test-clients")
+
+DOCUMENTS = [
+    {"question": "How warm is it?", "choices": ["Cold", "Mild and dry", "Hot"], "answer": 1},
+    {"question": "And now", "choices": ["a", "bb", "ccc"], "answer": 0},
+    {"question": "x", "choices": ["yes", "no", "perhaps"], "answer": 2},
+]
+TEXTS = [{"text": "A text of some length, to be scored as a whole. " * 4}, {"text": "Short."}]
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: documents.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+ROLLING = """
+task: rolling
+dataset_path: json
+dataset_kwargs: {data_files: {test: texts.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: byte_perplexity}]
+"""
+GENERATE = """
+task: generate
+dataset_path: json
+dataset_kwargs: {data_files: {test: documents.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "x"
+generation_kwargs: {until: [STOP], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+"""
+
+
+def matrix():
+    """After any token a printable ASCII character, with log-probs that are spread over ten nats."""
+    table = known.spread(7, scale=2.0)
+    printable = np.zeros(known.VOCAB, bool)
+    printable[32:127] = True
+    table[:, ~printable] *= 1e-12
+    return table / table.sum(axis=1, keepdims=True)
+
+
+LOGPROBS = np.log(matrix())
+
+
+def log_likelihood(previous, text):
+    """Of a text behind one token, and whether it is what greedy decoding says."""
+    ids = [previous, *text.encode()]
+    total = sum(LOGPROBS[pair] for pair in zip(ids, ids[1:], strict=False))
+    return total, all(LOGPROBS[before].argmax() == after for before, after in zip(ids, ids[1:], strict=False))
+
+
+def greedy(previous, count):
+    text = ""
+    for _ in range(count):
+        previous = int(LOGPROBS[previous].argmax())
+        text += chr(previous)
+    return text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, cache):
+    model = known.make(tmp_path_factory.mktemp("lm_eval"), matrix(), layers=1)
+    options = ("--slots", "2", "--max-len", "256", "--prefill-buckets", "256", "--served-model-name", "known")
+    with serving(model, cache, *options) as running:
+        running.model = model
+        yield running
+        running.assert_nothing_compiled()
+
+
+def evaluate(
+    folder: pathlib.Path, server, model: str, path: str, tasks: dict[str, str], *options: str, **model_args
+) -> dict[str, list[dict]]:
+    """Runs lm-eval; what it writes for each document, in their order, by task."""
+    for name, rows in {"documents.jsonl": DOCUMENTS, "texts.jsonl": TEXTS}.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, task in tasks.items():
+        (folder / f"{name}.yaml").write_text(task)
+    arguments = {"model": "known", "base_url": server.http + path, "max_length": 256, **model_args}
+    command = [
+        str(LM_EVAL), "run", "--model", model, "--tasks", *(str(folder / f"{name}.yaml") for name in tasks),
+        "--log_samples", "--output_path", str(folder / "out"),
+        "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()), *options,
+    ]  # fmt: skip
+    offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    run = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = {}
+    for name in tasks:
+        (samples,) = (folder / "out").glob(f"**/samples_{name}_*.jsonl")
+        rows = [json.loads(line) for line in samples.read_text().splitlines()]
+        found[name] = sorted(rows, key=lambda row: row["doc_id"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [(("--batch_size", "4"), {}), ((), {"num_concurrent": 4})],
+    ids=["batch", "concurrent"],
+)
+def test_completions(server, tmp_path, options, how):
+    ends = [ord(document["question"][-1]) for document in DOCUMENTS]
+    answers = [greedy(end, 12) for end in ends]
+    stop = answers[0][6]
+    rows = evaluate(
+        tmp_path, server, "local-completions", "/v1/completions",
+        {"choice": CHOICE, "rolling": ROLLING, "generate": GENERATE.replace("STOP", json.dumps(stop))}, *options,
+        tokenizer_backend="huggingface", tokenizer=server.model, **how,
+    )  # fmt: skip
+    for row, document, end in zip(rows["choice"], DOCUMENTS, ends, strict=True):
+        wanted = [log_likelihood(end, f" {choice}") for choice in document["choices"]]
+        for (response,), (value, is_greedy) in zip(row["resps"], wanted, strict=True):
+            assert float(response[0]) == pytest.approx(value, abs=1e-3) and str(response[1]) == str(is_greedy)
+        best = int(np.argmax([value for value, _ in wanted]))
+        assert row["acc"] == float(best == document["answer"])
+    for row, document in zip(rows["rolling"], TEXTS, strict=True):  # one window, behind BOS
+        want, _ = log_likelihood(known.BOS, document["text"])
+        assert float(row["resps"][0][0]) == pytest.approx(want, abs=1e-3)
+    assert [row["resps"][0][0] for row in rows["generate"]] == [answer.split(stop)[0] for answer in answers]
+
+
+def test_chat_completions(server, tmp_path):
+    answer = greedy(ord(" "), 12)  # the prompt of the model's chat template ends in a space
+    stop = answer[6]
+    rows = evaluate(
+        tmp_path, server, "local-chat-completions", "/v1/chat/completions",
+        {"generate": GENERATE.replace("STOP", json.dumps(stop))}, "--apply_chat_template", eos_string="<|eos|>",
+    )  # fmt: skip
+    assert [row["resps"][0][0] for row in rows["generate"]] == [answer.split(stop)[0]] * len(DOCUMENTS)
