@@ -45,7 +45,7 @@ def attend_pages(
     *,
     scoring: Scoring = Scoring(),
     window: jax.Array | int | None = None,
-    sinks: jax.Array | None = None,  # [k, g]
+    sinks: jax.Array | None = None,  # [k, g], or different for each row: [b, k, g]
 ) -> jax.Array:  # [b, k, g, head_dim]
     """Each row's queries attend to the first ``lengths`` tokens of its pages, or to the last ``window`` of these."""
     options = {"scoring": scoring, "window": window, "sinks": sinks}
@@ -88,7 +88,7 @@ def _attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, wi
         shortest = jnp.min(jnp.where(lengths > 0, lengths, jnp.iinfo(jnp.int32).max))
         first = jnp.maximum(shortest - window, 0) // block
     blocks = (jnp.max(lengths) + block - 1) // block
-    start = _start(q, None if sinks is None else sinks[None])
+    start = _start(q, sinks)
     return _finish(jax.lax.fori_loop(first, blocks, visit, start), q.dtype)
 
 

@@ -8,6 +8,7 @@ a restart with the same `EngineConfig` has the same programs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 
@@ -161,6 +162,8 @@ class EngineConfig:
     quantize: Literal["none", "int8"] = "none"
     tp: int = 1
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
+    attention: Literal["xla", "pallas"] = "xla"  # likewise: see `attention_choice`
+    lanes: int = 1  # keys and values are stored padded to a multiple of so many dimensions: see `vector_lanes`
     call_bytes: int = 0  # of weights that a call of some unrolled layers reads (`engine.segments`); 0: all layers in one program
 
     @property
@@ -176,7 +179,12 @@ class EngineConfig:
     @property
     def prefix_capacity(self) -> int:
         """Tokens a prefix buffer holds: ``max_len``, and room for the padding of its last chunk; whole pages."""
-        return -(-(self.max_len + self.prefill_chunk) // self.page_size) * self.page_size
+        whole = math.lcm(self.page_size, self.lanes)
+        return -(-(self.max_len + self.prefill_chunk) // whole) * whole
+
+    def stored_head_dim(self, head_dim: int) -> int:
+        """Dimensions that a head's key or value takes where it is stored."""
+        return -(-head_dim // self.lanes) * self.lanes
 
     def prefill_bucket(self, length: int) -> int:
         """The smallest bucket that holds ``length`` tokens."""
@@ -202,3 +210,21 @@ def layer_layout(platform: str) -> Literal["unrolled", "scanned"]:
 def call_bytes(platform: str) -> int:
     """`EngineConfig.call_bytes` for a backend: only on CPU does a program's start-up cost grow with the number of layers."""
     return CPU_CALL_BYTES if platform == "cpu" else 0
+
+
+def attention_choice(option: Literal["auto", "xla", "pallas"], platform: str) -> Literal["xla", "pallas"]:
+    """What ``--attention`` means on a backend. `engine.kernels` falls back to XLA for what its kernels cannot do.
+
+    The TPU's kernels have been compiled by the TPU's compiler and compared in interpret mode. The GPU's could only be compared: there
+    they have to be asked for.
+    """
+    if option != "auto":
+        return option
+    return "pallas" if platform == "tpu" else "xla"
+
+
+def vector_lanes(platform: str) -> int:
+    """A TPU's vectors are 128 wide. A pool of narrower heads would be laid out with another dimension innermost, and copied by
+    every program that reads or writes it.
+    """
+    return 128 if platform == "tpu" else 1

@@ -20,8 +20,8 @@ import numpy as np
 from flax import struct
 
 from engine import model as decoder
-from engine.attention import attend_pages, attend_prefix
 from engine.config import EngineConfig, ModelConfig
+from engine.kernels import Attention
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
 from engine.state import DecodeState, Pools, Prefix, mask_words
 from engine.weights import LayerWeights, Weights
@@ -40,11 +40,14 @@ class PrefixCache:
     start: jax.Array  # int32
     positions: jax.Array  # int32 [rows]
     length: jax.Array  # int32: live tokens, these included
+    attention: Attention = struct.field(pytree_node=False, default=Attention())
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
+        head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
         options = {"scoring": scoring, "window": window, "sinks": sinks}
-        return (keys, values), attend_prefix(q, keys, values, layer, self.positions, self.length, **options)
+        out = self.attention.prefix(q, keys, values, layer, self.positions, self.length, **options)
+        return (keys, values), _narrow(out, head_dim)
 
     def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
         update = rows.astype(pool.dtype).transpose(1, 0, 2)[None]  # [1, kv_heads, rows, head_dim]
@@ -59,20 +62,34 @@ class PagedCache:
     pages: jax.Array  # int32 [rows]: of the token stored
     offsets: jax.Array  # int32 [rows]: within the page
     lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
+    attention: Attention = struct.field(pytree_node=False, default=Attention())
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
+        head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
         options = {"scoring": scoring, "window": window, "sinks": sinks}
-        return (keys, values), attend_pages(q, keys, values, layer, self.page_table, self.lengths, **options)
+        out = self.attention.pages(q, keys, values, layer, self.page_table, self.lengths, **options)
+        return (keys, values), _narrow(out, head_dim)
 
     def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
         rows = rows.astype(pool.dtype)
 
         def store_row(i, pool):
             update = rows[i][None, :, None, None, :]  # [1, kv_heads, 1, 1, head_dim]
-            return jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.pages[i], self.offsets[i], 0))
+            pool = jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.pages[i], self.offsets[i], 0))
+            return self.attention.pin(pool)
 
         return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
+
+
+def _widen(pools: tuple[jax.Array, jax.Array], *rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Rows with as many dimensions as the pools store of a head; those added are zero, and change no product of query and key."""
+    missing = pools[0].shape[-1] - rows[0].shape[-1]
+    return tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) for x in rows) if missing else rows
+
+
+def _narrow(out: jax.Array, head_dim: int) -> jax.Array:
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]
 
 
 @struct.dataclass
@@ -89,13 +106,21 @@ def run_layers(model: ModelConfig, pattern: tuple[int, ...], pools: Pools, layer
     return (keys, values), x
 
 
-def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
+def prefill(
+    model: ModelConfig,
+    config: EngineConfig,
+    attention: Attention,
+    bucket: int,
+    prefix: Prefix,
+    weights: Weights,
+    request: jax.Array,
+):
     """One chunk of a prompt, padded to ``bucket`` tokens.
 
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
     log-probs [bucket, result_width()], zeros unless wanted.
     """
-    x, rows = begin_prefill(model, config, bucket, prefix, weights, request)
+    x, rows = begin_prefill(model, config, attention, bucket, prefix, weights, request)
     pools, x = run_layers(model, model.pattern, prefix.pools, weights.layers, x, rows)
     prefix, prompt, row, head = end_prefill(model, config, bucket, prefix, weights, request, x)
     nothing = jnp.zeros((1, result_width()), jnp.int32)
@@ -103,12 +128,20 @@ def prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefi
     return prefix.with_pools(*pools), first, prompt
 
 
-def begin_prefill(model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array):
+def begin_prefill(
+    model: ModelConfig,
+    config: EngineConfig,
+    attention: Attention,
+    bucket: int,
+    prefix: Prefix,
+    weights: Weights,
+    request: jax.Array,
+):
     """The hidden states of a chunk's tokens, and its `Rows`."""
     (start, length, _, _, _, _, total), *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
     rotations = decoder.rotary(model, positions, jnp.broadcast_to(total, positions.shape))
-    return decoder.embed(model, weights, tokens), Rows(rotations, PrefixCache(start, positions, start + length))
+    return decoder.embed(model, weights, tokens), Rows(rotations, PrefixCache(start, positions, start + length, attention))
 
 
 def end_prefill(
@@ -236,15 +269,19 @@ def set_mask(model: ModelConfig, state: DecodeState, request: jax.Array) -> Deco
     )
 
 
-def generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
+def generate(
+    model: ModelConfig, config: EngineConfig, attention: Attention, state: DecodeState, weights: Weights, request: jax.Array
+):
     """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
-    x, rows = begin_generate(model, config, state, weights, request)
+    x, rows = begin_generate(model, config, attention, state, weights, request)
     pools, x = run_layers(model, model.pattern, state.pools, weights.layers, x, rows)
     state, results = end_generate(model, config, state, weights, request, x)
     return state.with_pools(*pools), results
 
 
-def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
+def begin_generate(
+    model: ModelConfig, config: EngineConfig, attention: Attention, state: DecodeState, weights: Weights, request: jax.Array
+):
     """The hidden states of the rows' last tokens, and their `Rows`."""
     slots, active, positions, page_table = _rows(config, state, request)
     cache = PagedCache(
@@ -252,6 +289,7 @@ def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState,
         pages=request[:, 1],
         offsets=positions % config.page_size,
         lengths=jnp.where(active, positions + 1, 0),
+        attention=attention,
     )
     rotations = decoder.rotary(model, positions, positions + 1)
     return decoder.embed(model, weights, state.tokens[slots]), Rows(rotations, cache)

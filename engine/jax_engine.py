@@ -23,6 +23,7 @@ from engine import functions
 from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
 from engine.config import ConfigError, EngineConfig, ModelConfig, RopeConfig
+from engine.kernels import choose_attention
 from engine.programs import Program, tree_bytes
 from engine.rope import rotary_dim
 from engine.sampling import NO_TOKEN, pack, result_width, sampling_width
@@ -67,6 +68,7 @@ class JaxEngine:
         self.config = config
         self.devices = tuple(devices)
         self.mesh = make_mesh(devices)
+        self.attention = choose_attention(model, config, self.mesh, self.devices[0].platform)
         self._block_pages = max(1, PAGES_BLOCK // config.page_size)
         self._table_width = table_width(config, self._block_pages)
         self.abstract_weights: Weights = abstract_weights(model, config, self.mesh)
@@ -137,8 +139,8 @@ class JaxEngine:
             """
             kind, _, size = name.partition("/")
             whole, begin, end = (
-                named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *bound)
-                for part in ("", "begin_", "end_")
+                named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *attention, *bound)
+                for part, attention in (("", (self.attention,)), ("begin_", (self.attention,)), ("end_", ()))
             )
             split = segments(model, config, rows, tree_bytes(weights.layers[0]))
             if not split:

@@ -170,7 +170,8 @@ def _layer(
             queries_and_key = rotate(queries_and_key, *cos_sin)
         q, k, v = queries_and_key[:, :, :-1], queries_and_key[:, :, -1], qkv[:, :, -1]
     with jax.named_scope("attention"):
-        scoring = Scoring(model.query_scale, model.attention_softcap)
+        scale = model.head_dim**-0.5 if model.query_scale is None else model.query_scale
+        scoring = Scoring(scale, model.attention_softcap)
         pools, attended = cache.attend(pools, layer, q, k, v, scoring, window, weights.sinks)
         attended = linear(weights.o, attended.reshape(rows, -1), weights.o_bias)
         x = _add(model, x, _norm(model, attended, weights.attention_post_norm))

@@ -26,6 +26,7 @@ class DecodeState:
     """The state of all slots. Row ``slots`` of every per-slot array is scratch: padded rows of a batch read and write it.
 
     ``k_pages`` and ``v_pages`` have one array per layer group (``engine/weights.py``), of n layers each. Page 0 is scratch.
+    Beyond the model's head_dim they are zero (`EngineConfig.stored_head_dim`).
     """
 
     k_pages: tuple[Array, ...]  # [n, kv_heads, kv_pages, page_size, head_dim] each
@@ -83,7 +84,7 @@ def abstract_state(model: ModelConfig, config: EngineConfig, mesh: Mesh, block_p
     rows = config.slots + 1
 
     def pool(layers: int) -> jax.ShapeDtypeStruct:
-        shape = (layers, model.num_kv_heads, config.kv_pages, config.page_size, model.head_dim)
+        shape = (layers, model.num_kv_heads, config.kv_pages, config.page_size, config.stored_head_dim(model.head_dim))
         return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None, None))
 
     pools = tuple(pool(layers) for layers in layer_groups(model, config))
@@ -106,7 +107,7 @@ def abstract_prefix(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Pre
     """Shapes, dtypes and shardings of one prefix buffer."""
 
     def buffer(layers: int) -> jax.ShapeDtypeStruct:
-        shape = (layers, model.num_kv_heads, config.prefix_capacity, model.head_dim)
+        shape = (layers, model.num_kv_heads, config.prefix_capacity, config.stored_head_dim(model.head_dim))
         return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None))
 
     buffers = tuple(buffer(layers) for layers in layer_groups(model, config))

@@ -1,0 +1,283 @@
+"""How the programs of one engine attend: the plain implementation, or the Pallas kernels that come with JAX.
+
+`choose_attention` decides once per engine, from the platform and from what the model needs. A kernel takes what it can do; everything
+else falls to `engine.attention`, for a reason that `Attention.explain` gives and `preheat plan` prints.
+
+Where layers are scanned, one pool holds all of them, and a program that made XLA copy it would need it twice. Two rules keep
+it in place on TPUs, whichever implementation attends:
+
+* Attention sees a pool [n, kv_heads, pages, page_size, head_dim] as one list of n * kv_heads * pages pages, and each head of a row as a row of
+  its own. One index then finds a page, so XLA has no order of dimensions to prefer; merging leading dimensions moves
+  nothing. Heads may be split over devices, hence `jax.shard_map`.
+* What stores into a pool pins the order of its dimensions (`Attention.pin`).
+
+Kernels are imported where they are used: Pallas takes a quarter of a second to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec
+
+from engine.attention import Scoring, attend_pages, attend_prefix
+from engine.config import ConfigError, EngineConfig, ModelConfig
+
+PAGES_BLOCK = 512  # tokens of one row that a decode kernel reads at once, at most
+QUERY_BLOCK, KEY_BLOCK = 256, 512  # of the prefill kernel, at most
+TABLE_LIMIT = 2**19  # bytes of page indices: they are in a TPU's scalar memory, of 1 MiB
+LIST_LIMIT = 2**31  # elements of a pool that the GPU kernel can address
+
+Window = jax.Array | int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Who attends: a kernel, or for a ``reason`` the plain implementation."""
+
+    kernel: Callable | None = None
+    name: str = "plain"
+    reason: str = "of --attention xla"
+
+    def __str__(self) -> str:
+        return self.name if self.kernel else f"plain, because {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How the programs attend. ``mesh`` is None where every layer has a pool of its own."""
+
+    mesh: Mesh | None = None
+    decode: Choice = Choice()
+    prefill: Choice = Choice()
+
+    def explain(self) -> str:
+        """One line for people."""
+        return f"attention in decode: {self.decode}; in prefill: {self.prefill}"
+
+    def pin(self, pool: jax.Array) -> jax.Array:
+        """The pool with its dimensions in memory as they are written."""
+        if self.mesh is None:
+            return pool
+        return with_layout_constraint(pool, Layout(major_to_minor=tuple(range(pool.ndim))))
+
+    def pages(self, q, k_pages, v_pages, layer, page_table, lengths, *, scoring: Scoring, window: Window, sinks):
+        """`engine.attention.attend_pages`."""
+        if self.mesh is None:
+            options = {"scoring": scoring, "window": window, "sinks": sinks}
+            return attend_pages(q, k_pages, v_pages, layer, page_table, lengths, **options)
+        heads, whole = PartitionSpec(None, "tp"), PartitionSpec()
+        attend = jax.shard_map(
+            functools.partial(_attend_listed, self.decode.kernel, scoring),
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, whole, whole, whole, whole, PartitionSpec("tp")),
+            out_specs=heads,
+            check_vma=False,  # kernels do not say over which devices their results vary
+        )
+        return attend(q, k_pages, v_pages, layer, page_table, lengths, window, sinks)
+
+    def prefix(self, q, keys, values, layer, positions, length, *, scoring: Scoring, window: Window, sinks):
+        """`engine.attention.attend_prefix`."""
+        if self.prefill.kernel is None:
+            options = {"scoring": scoring, "window": window, "sinks": sinks}
+            return attend_prefix(q, keys, values, layer, positions, length, **options)
+        heads, whole = PartitionSpec(None, "tp"), PartitionSpec()
+        attend = jax.shard_map(
+            functools.partial(self.prefill.kernel, scoring, window),
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, whole, whole, PartitionSpec("tp")),
+            out_specs=heads,
+            check_vma=False,
+        )
+        return attend(q, keys, values, layer, positions, sinks)
+
+
+def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None, platform: str) -> Attention:
+    """Who attends in the programs of an engine on devices of ``platform`` (``cpu``, ``gpu``, ``tpu``).
+
+    Raises:
+      ConfigError: kernels are asked for where there are none.
+    """
+    mesh = mesh if config.layers == "scanned" else None
+    if config.attention == "xla":
+        return Attention(mesh)
+    if platform not in ("tpu", "gpu") or mesh is None:
+        raise ConfigError(f"--attention pallas: there are no kernels for {platform}; use --attention auto or xla")
+    kernel, name = (_tpu_pages, "Pallas paged_attention") if platform == "tpu" else (_gpu_pages, "Pallas paged_attention (GPU)")
+    reason = _decode_obstacle(model, config, platform)
+    decode = Choice(reason=reason) if reason else Choice(kernel, name)
+    reason = _prefill_obstacle(model, config, platform)
+    prefill = Choice(reason=reason) if reason else Choice(_tpu_prefix, "Pallas splash_attention")
+    return Attention(mesh, decode, prefill)
+
+
+def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:
+    heads = model.num_kv_heads // config.tp
+    if any(kind.window is not None for kind in model.kinds):
+        return "layers have windows"
+    if model.sinks:
+        return "heads have sinks"
+    if platform == "tpu":
+        if config.dtype != "bfloat16":
+            return f"the kernel would round {config.dtype} keys to bfloat16"
+        if config.stored_head_dim(model.head_dim) % 128 or config.page_size % 16:
+            return f"pages of {config.page_size} x {config.stored_head_dim(model.head_dim)} are no whole tiles"
+        if config.slots * heads * config.pages_per_slot * 4 > TABLE_LIMIT:
+            return "the page table of all slots and heads is too large for scalar memory"
+    if platform == "gpu":
+        if not _power_of_two(model.head_dim) or not _power_of_two(config.page_size):
+            return f"pages of {config.page_size} x {model.head_dim} are no powers of two"
+        if model.num_layers * heads * config.kv_pages * config.page_size * model.head_dim >= LIST_LIMIT:
+            return "the pool has 2^31 elements or more"
+    return None
+
+
+def _prefill_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:
+    if platform == "gpu":
+        return "the GPU kernels cannot continue a prefix"
+    if len({kind.window for kind in model.kinds}) > 1:
+        return "windows differ between layers"
+    if config.stored_head_dim(model.head_dim) % 128 or config.prefix_capacity % 128:
+        return f"a prefix of {config.prefix_capacity} x {config.stored_head_dim(model.head_dim)} is no whole tiles"
+    if odd := [bucket for bucket in config.prefill_buckets if bucket % 16]:
+        return f"prefill buckets {odd} are no multiples of 16"
+    return None
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _attend_listed(
+    kernel: Callable | None,
+    scoring: Scoring,
+    q: jax.Array,  # [b, k, g, head_dim]
+    k_pages: jax.Array,  # [n, k, pages, page_size, head_dim]
+    v_pages: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,  # int32 [b, width]
+    lengths: jax.Array,  # int32 [b]
+    window: Window,
+    sinks: jax.Array | None,  # [k, g]
+) -> jax.Array:  # [b, k, g, head_dim]
+    """Attends on one device, over the list of all pages."""
+    n, heads, pages = k_pages.shape[:3]
+    first = (layer * heads + jnp.arange(heads, dtype=jnp.int32)) * pages
+    table = (page_table[:, None, :] + first[None, :, None]).reshape(-1, page_table.shape[1])  # [b * k, width]
+    k_list, v_list = (pool.reshape(n * heads * pages, *pool.shape[3:]) for pool in (k_pages, v_pages))
+    rows, lengths = q.reshape(-1, *q.shape[2:]), jnp.repeat(lengths, heads)
+    if kernel is not None:
+        out = kernel(scoring, rows, k_list, v_list, table, lengths)
+    else:
+        if sinks is not None:
+            sinks = jnp.tile(sinks, (q.shape[0], 1))[:, None]  # [b * k, 1, g]
+        options = {"scoring": scoring, "window": window, "sinks": sinks}
+        out = attend_pages(rows[:, None], k_list[None, None], v_list[None, None], 0, table, lengths, **options)
+    return out.reshape(q.shape)
+
+
+def _tpu_pages(scoring, rows, k_list, v_list, table, lengths):
+    """rows [r, g, head_dim], lists [pages, page_size, head_dim], table int32 [r, width], lengths int32 [r] -> as rows."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    out = paged_attention(
+        rows.astype(jnp.float32) * _scale(scoring, rows),  # the kernel does not scale, and computes in float32
+        k_list[None],
+        v_list[None],
+        lengths,
+        table,
+        pages_per_compute_block=math.gcd(table.shape[1], PAGES_BLOCK // k_list.shape[1]),
+        attn_logits_soft_cap=scoring.softcap,
+    )
+    return out.astype(rows.dtype)
+
+
+def _gpu_pages(scoring, rows, k_list, v_list, table, lengths):
+    """As `_tpu_pages`."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    width = table.shape[1]
+    splits = math.gcd(width, 16)  # of a row's pages, visited in parallel
+    out = paged_attention(
+        (rows.astype(jnp.float32) * _scale(scoring, rows)).astype(rows.dtype),
+        k_list[None],
+        v_list[None],
+        table,
+        lengths,
+        k_splits=splits,
+        pages_per_compute_block=math.gcd(width // splits, 8),
+        attn_logits_soft_cap=scoring.softcap,
+    )
+    return jnp.where(lengths[:, None, None] > 0, out, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Causal:
+    """Which keys a query sees; equal ones are traced once."""
+
+    window: int | None
+
+    def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)
+
+
+def _tpu_prefix(
+    scoring: Scoring,
+    window: int | None,
+    q: jax.Array,  # [t, k, g, head_dim]
+    keys: jax.Array,  # [n, k, capacity, head_dim]
+    values: jax.Array,
+    layer: jax.Array,
+    positions: jax.Array,  # int32 [t], consecutive
+    sinks: jax.Array | None,  # [k, g]
+) -> jax.Array:  # [t, k, g, head_dim]
+    """Splash attention with a causal mask that begins at the first query's position, which is not known when it is compiled.
+
+    Its own constructors make a mask's table of blocks from static masks; here it is made from the positions.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
+
+    tokens, heads, group, head_dim = q.shape
+    block_q, block_kv = math.gcd(tokens, QUERY_BLOCK), math.gcd(keys.shape[2], KEY_BLOCK)
+    lowest, highest = positions[::block_q], positions[block_q - 1 :: block_q]  # [query blocks]
+    first = jnp.zeros_like(lowest) if window is None else jnp.maximum(lowest + 1 - window, 0) // block_kv
+    last = highest // block_kv
+    block = jnp.arange(keys.shape[2] // block_kv, dtype=jnp.int32)
+    # Padded queries see what precedes them too, though nobody reads the result: a row that saw nothing would be NaN.
+    visited = (block >= first[:, None]) & (block <= last[:, None])
+    kernel = splash.SplashAttentionKernel(
+        masks.MaskInfo(
+            data_next=jnp.clip(block, first[:, None], last[:, None])[None],  # a block that stays is not fetched again
+            mask_next=None,
+            block_mask=visited.astype(jnp.int32)[None],
+            partial_mask_blocks=None,
+            q_sequence=positions,
+        ),
+        None,
+        None,
+        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=splash.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=scoring.softcap,
+        residual_checkpoint_name=None,
+        mask_function=_Causal(window),
+        interpret=False,
+    )
+    scaled = (q.astype(jnp.float32) * _scale(scoring, q)).astype(q.dtype)
+    of_layer = [jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False) for buffer in (keys, values)]
+    rows = scaled.transpose(1, 2, 0, 3).reshape(heads * group, tokens, head_dim)
+    out = kernel(rows, *of_layer, sinks=None if sinks is None else sinks.reshape(-1).astype(jnp.float32))
+    return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3)
+
+
+def _scale(scoring: Scoring, q: jax.Array) -> float:
+    return q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
