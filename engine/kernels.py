@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import math
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -39,14 +41,14 @@ Window = jax.Array | int | None
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Who attends: a kernel, or for a ``reason`` the plain implementation."""
+    """Who attends: a kernel, or none for a ``reason``."""
 
     kernel: Callable | None = None
-    name: str = "plain"
-    reason: str = "of --attention xla"
+    name: str = "XLA"
+    reason: str = ""  # why none, where kernels were asked for
 
     def __str__(self) -> str:
-        return self.name if self.kernel else f"plain, because {self.reason}"
+        return f"{self.name}, because {self.reason}" if self.reason else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,8 @@ def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) ->
         if config.slots * heads * config.pages_per_slot * 4 > TABLE_LIMIT:
             return "the page table of all slots and heads is too large for scalar memory"
     if platform == "gpu":
+        if importlib.util.find_spec("jax.experimental.pallas.ops.gpu.paged_attention") is None:
+            return "this version of JAX has no kernel"
         if not _power_of_two(model.head_dim) or not _power_of_two(config.page_size):
             return f"pages of {config.page_size} x {model.head_dim} are no powers of two"
         if model.num_layers * heads * config.kv_pages * config.page_size * model.head_dim >= LIST_LIMIT:
@@ -200,7 +204,9 @@ def _tpu_pages(scoring, rows, k_list, v_list, table, lengths):
 
 def _gpu_pages(scoring, rows, k_list, v_list, table, lengths):
     """As `_tpu_pages`."""
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # since JAX 0.12
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
     width = table.shape[1]
     splits = math.gcd(width, 16)  # of a row's pages, visited in parallel

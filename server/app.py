@@ -145,6 +145,7 @@ class Server:
         startup = self.report.snapshot()["startup"]
         for stage, seconds in startup.items():
             self.metrics.startup_seconds.labels(stage=stage.removeprefix("seconds_")).set(seconds or 0.0)
+        logger.info("%s", warm.engine.attention.explain())
         logger.info("programs of this server, times in seconds, sizes in MiB:\n%s", self.report.table())
         logger.info(
             "ready after %.1f s (imports %.1f, weights %.1f, programs %.1f, proof %.1f): %s%s on gRPC %s",

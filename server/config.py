@@ -122,6 +122,12 @@ class ServeConfig:
         metavar="DTYPE",
     )
     quantize: Literal["none", "int8"] = option("none", options.choice("none", "int8"), "of the weights", metavar="KIND")
+    attention: Literal["auto", "xla", "pallas"] = option(
+        "auto",
+        options.choice("auto", "xla", "pallas"),
+        "who attends; auto is pallas on TPU, xla elsewhere; pallas leaves to xla what its kernels cannot do, and says so",
+        metavar="KIND",
+    )
     memory: int | None = option(
         None,
         options.memory_size,

@@ -15,6 +15,7 @@ from engine.checkpoints import open_checkpoint, read_config
 from engine.config import EngineConfig, ModelConfig
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
+from engine.kernels import Attention
 from server import validation
 from server.config import ServeConfig
 from server.errors import ServerError, StartError
@@ -121,14 +122,15 @@ def build(config: ServeConfig, target: str | None) -> int:
         if target is None:
             report = WarmupReport("aot", guard=guard)
             warm = warm_engine(dataclasses.replace(config, warmup="aot"), open_model(config), report, guard)
-            plan, where = warm.plan, "this machine"
+            plan, where, attention = warm.plan, "this machine", warm.engine.attention
             stored = [program.name for program in report.programs]
         else:
-            built = _compile(config, target, config.warmup_cache, guard)
+            built, attention = _compile(config, target, config.warmup_cache, guard)
             plan, report, where, stored = built.plan, built.report, target, list(built.stored)
     print(report.table())
     print()
     print(plan.table())
+    print(attention.explain())
     print(f"\n{len(stored)} programs for {where} in {config.warmup_cache}, {time.monotonic() - began:.1f} s")
     return 0 if plan.fits else 1
 
@@ -138,13 +140,14 @@ def plan(config: ServeConfig, target: str | None) -> int:
     configure_logging(config.log_format)
     logging.getLogger().setLevel(logging.WARNING)
     with Guard() as guard:
-        built = _compile(config, target, None, guard)
+        built, attention = _compile(config, target, None, guard)
     print(built.plan.table())
+    print(attention.explain())
     return 0 if built.plan.fits else 1
 
 
-def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: Guard) -> targets.Build:
-    """Compiles for a TPU slice, or for this machine's devices, with abstract weights."""
+def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: Guard) -> tuple[targets.Build, Attention]:
+    """Compiles for a TPU slice, or for this machine's devices, with abstract weights; and says who attends."""
     with readable_errors():
         model = _model_config(config)
         if target is None:
@@ -159,7 +162,9 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
         def make(layout: EngineConfig) -> JaxEngine:
             return JaxEngine(model, layout, devices)
 
-        return targets.build_target(make, layout, devices, root, budget, guard=guard, report=WarmupReport("aot", guard=guard))
+        report = WarmupReport("aot", guard=guard)
+        built = targets.build_target(make, layout, devices, root, budget, guard=guard, report=report)
+        return built, make(built.plan.config).attention
 
 
 def _model_config(config: ServeConfig) -> ModelConfig:

@@ -20,7 +20,15 @@ from typing import TypeVar
 import jax
 
 from engine.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from engine.config import ConfigError, EngineConfig, ModelConfig, call_bytes, layer_layout
+from engine.config import (
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    attention_choice,
+    call_bytes,
+    layer_layout,
+    vector_lanes,
+)
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
@@ -109,6 +117,8 @@ def engine_config(config: ServeConfig, model: ModelConfig, platform: str) -> Eng
         dtype=dtype,
         tp=config.tp,
         layers=layer_layout(platform),
+        attention=attention_choice(config.attention, platform),
+        lanes=vector_lanes(platform),
         call_bytes=call_bytes(platform),
     )
     return dataclasses.replace(layout, kv_pages=1 + layout.slots * layout.pages_per_slot)  # and the scratch page
