@@ -256,12 +256,13 @@ def _tpu_prefix(
     lowest, highest = positions[::block_q], positions[block_q - 1 :: block_q]  # [query blocks]
     first = jnp.zeros_like(lowest) if window is None else jnp.maximum(lowest + 1 - window, 0) // block_kv
     last = highest // block_kv
-    block = jnp.arange(keys.shape[2] // block_kv, dtype=jnp.int32)
+    block = jnp.arange(keys.shape[2] // block_kv, dtype=jnp.int32)[None]
+    first, last = first[:, None], last[:, None]
     # Padded queries see what precedes them too, though nobody reads the result: a row that saw nothing would be NaN.
-    visited = (block >= first[:, None]) & (block <= last[:, None])
+    visited = (block >= first) & (block <= last)
     kernel = splash.SplashAttentionKernel(
         masks.MaskInfo(
-            data_next=jnp.clip(block, first[:, None], last[:, None])[None],  # a block that stays is not fetched again
+            data_next=jnp.clip(block, first, last)[None],  # a block that stays is not fetched again
             mask_next=None,
             block_mask=visited.astype(jnp.int32)[None],
             partial_mask_blocks=None,

@@ -17,6 +17,7 @@ from engine.api import MAX_LOGIT_BIAS, MAX_SUPPRESSED, TOP_LOGPROBS, SamplingPar
 
 NO_TOKEN = np.int32(2**31 - 1)  # pads lists of ids: outside every vocabulary, so that scatters drop it
 NEVER = -jnp.inf
+GATHERED_ROWS = 32
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTS = ("top_k", "min_tokens", "logprobs", "seed_low", "seed_high", "sample")
@@ -162,13 +163,19 @@ def _apply_masks(logits: jax.Array, context: SamplingContext) -> jax.Array:
 def _penalize(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> jax.Array:
     """Presence and frequency as OpenAI defines them, over generated tokens; repetition as in CTRL (arXiv:1909.05858), over
     prompt and generated tokens: positive logits are divided by it, negative ones multiplied."""
-    counts = context.counts[context.slots]
+    counts = _of_slots(context.counts, context.slots)
     generated = counts > 0
-    seen = generated | context.in_prompt[context.slots]
+    seen = generated | _of_slots(context.in_prompt, context.slots)
     repetition = rows.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits = logits - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
     return logits - jnp.where(generated, rows.presence_penalty[:, None], 0.0)
+
+
+def _of_slots(wide: jax.Array, slots: jax.Array) -> jax.Array:
+    """The slots' rows. A TPU gathers them in its vector memory, which holds no more at once of a large vocabulary."""
+    parts = [wide[slots[first : first + GATHERED_ROWS]] for first in range(0, slots.shape[0], GATHERED_ROWS)]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
