@@ -12,6 +12,7 @@ import concurrent.futures
 import math
 import os
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -26,8 +27,23 @@ THREADS = 4  # at most; each holds one array on the host
 ALIGNMENT = 64  # bytes; so aligned, the CPU backend takes a host array over without copying it
 
 
-def load_weights(checkpoint: Checkpoint, model: ModelConfig, abstract_weights: Weights) -> Weights:
-    """The weights on their devices.
+class ArrayCache(Protocol):
+    """Keeps what was converted, by the number of the leaf; `warmup.weights.WeightsCache`. Thread-safe."""
+
+    def get(self, index: int) -> np.ndarray | None:
+        """A kept array, or `None`."""
+
+    def put(self, index: int, array: np.ndarray) -> None:
+        """Keeps an array."""
+
+    def commit(self, count: int) -> None:
+        """All ``count`` arrays are loaded."""
+
+
+def load_weights(
+    checkpoint: Checkpoint, model: ModelConfig, abstract_weights: Weights, *, cache: ArrayCache | None = None
+) -> Weights:
+    """The weights on their devices. Arrays that ``cache`` has are not made from the checkpoint again; others are kept there.
 
     Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says,
     or is one that the model does not use.
@@ -38,19 +54,28 @@ def load_weights(checkpoint: Checkpoint, model: ModelConfig, abstract_weights: W
     reader.check(family, model)
     leaves, structure = jax.tree.flatten(abstract_weights)
 
-    def load(leaf: jax.ShapeDtypeStruct, fill: Fill) -> jax.Array:
+    def load(index: int, leaf: jax.ShapeDtypeStruct, fill: Fill) -> jax.Array:
+        kept = None if cache is None else cache.get(index)
+        if kept is not None:
+            return jax.device_put(kept, leaf.sharding)
         array = _aligned(leaf.shape, leaf.dtype)
         fill(array)
+        if cache is not None:
+            cache.put(index, array)
         return jax.device_put(array, leaf.sharding)
 
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "load-weights") as threads:
         futures = [
-            threads.submit(load, leaf, fill) for leaf, fill in zip(leaves, structure.flatten_up_to(fills), strict=True)
+            threads.submit(load, index, leaf, fill)
+            for index, (leaf, fill) in enumerate(zip(leaves, structure.flatten_up_to(fills), strict=True))
         ]
         concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in futures:
             future.cancel()  # after a failure, those that have not begun; the failed one comes before them
-        return structure.unflatten([future.result() for future in futures])
+        arrays = [future.result() for future in futures]
+    if cache is not None:
+        cache.commit(len(arrays))
+    return structure.unflatten(arrays)
 
 
 class Reader:

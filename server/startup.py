@@ -43,6 +43,7 @@ from warmup.errors import WarmupError
 from warmup.guard import Guard
 from warmup.prepare import Prepared, open_store, prepare_fitting
 from warmup.report import WarmupReport
+from warmup.weights import WeightsCache
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -150,7 +151,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages
         weights, (engine, prepared, memory_plan) = _together(
-            lambda: _load_weights(opened, abstract, report), make_programs
+            lambda: _load_weights(opened, abstract, report, config.warmup_cache), make_programs
         )
         engine.set_weights(weights)
         engine.install(prepared.executables)
@@ -167,9 +168,13 @@ def _give_back_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport) -> Weights:
+def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, cache_root: Path | None) -> Weights:
     with report.stage("weights"):
-        weights = load_weights(opened.checkpoint, opened.config, abstract)
+        checkpoint, cache = opened.checkpoint, None
+        if checkpoint.dequantizes:
+            files = sorted({checkpoint.file(name) for name in checkpoint.names()})
+            cache = WeightsCache(cache_root, files, opened.config, abstract)
+        weights = load_weights(checkpoint, opened.config, abstract, cache=cache)
         return jax.block_until_ready(weights)
 
 

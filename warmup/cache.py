@@ -80,7 +80,7 @@ def keep_within_limit(root: Path, *, keep: Path | None) -> None:
 
 def _folders(root: Path) -> list[Path]:
     result = []
-    for parent in (root / "programs", root / "xla"):
+    for parent in (root / "programs", root / "weights", root / "xla"):
         if not parent.is_dir():
             continue
         if parent.name == "xla":
@@ -104,6 +104,8 @@ def _files(folder: Path) -> list[tuple[Path, int, float]]:
 def _label(folder: Path) -> tuple[str, int]:
     if folder.name == "xla":
         return "JAX's persistent cache (manual warmup)", len(list(folder.glob("*-cache")))
+    if folder.parent.name == "weights":
+        return "converted weights", 0
     try:
         components = json.loads(trust.read(folder / "fingerprint.json"))
         manifest = json.loads(trust.read(folder / "manifest.json"))
@@ -120,7 +122,7 @@ def _label(folder: Path) -> tuple[str, int]:
 
 def _sweep(folder: Path, before: float) -> None:
     named: set[str] | None = None
-    if folder.name != "xla":
+    if folder.parent.name == "programs":
         try:
             manifest = json.loads(trust.read(folder / "manifest.json"))
             check_manifest(manifest)

@@ -91,8 +91,8 @@ def fingerprint(
     )
 
 
-def source_digests(package: str) -> dict[str, Json]:
-    """A digest of each Python file of a package that may be traced, by path."""
+def source_digests(package: str, *, host_only: bool = False) -> dict[str, Json]:
+    """A digest of each Python file of a package that may be traced, by path; with ``host_only`` of the others."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package!r}")
@@ -101,7 +101,7 @@ def source_digests(package: str) -> dict[str, Json]:
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for name, path in paths.items()
-        if not name.startswith(_HOST_ONLY)
+        if name.startswith(_HOST_ONLY) == host_only
     }
 
 

@@ -34,6 +34,7 @@ class Checkpoint(Protocol):
 
     path: pathlib.Path
     hf_config: dict  # as config.json has it
+    dequantizes: bool  # reading takes more than copying
 
     def names(self) -> list[str]:
         """Hugging Face names of all tensors, sorted."""

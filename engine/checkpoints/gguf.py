@@ -47,6 +47,7 @@ class GgufCheckpoint:
         self.converted = ARCHITECTURES[self.architecture]
         self._places = {hf: place for name in self.gguf.tensors for hf, place in self._hf_names(name)}
         self.hf_config = self._config()
+        self.dequantizes = any(tensor.type.name not in ("F32", "F16", "BF16") for tensor in self.gguf.tensors.values())
 
     def names(self) -> list[str]:
         return sorted(self._places)

@@ -41,6 +41,8 @@ class QuantizedCheckpoint:
     """A quantized directory. See `engine.checkpoints.Checkpoint`. Raises `CheckpointError` for layouts that cannot be
     read."""
 
+    dequantizes = True
+
     def __init__(self, inner: SafetensorsCheckpoint):
         self.path = inner.path
         self._inner = inner

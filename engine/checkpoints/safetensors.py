@@ -60,6 +60,8 @@ class Entry:
 class SafetensorsCheckpoint:
     """A directory in Hugging Face's layout. See `engine.checkpoints.Checkpoint`."""
 
+    dequantizes = False
+
     def __init__(self, path: pathlib.Path):
         self.path = path
         self.hf_config = read_config(path)
