@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.output import Report, Table, add_options, bars, conditions, emit
 from benchmarks.server_process import BenchServer
 from server.client import AsyncClient, decode_request
 
@@ -108,14 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt that arrives")
     parser.add_argument("--prefill-chunk", type=int, default=512)
+    add_options(parser)
     parsed, more = parser.parse_known_args(arguments)
+    rounds = 1 if parsed.quick else parsed.rounds
+    report = Report(
+        "decode_gap",
+        conditions(model=parsed.model, streams=parsed.streams, rounds=rounds, prompt=parsed.prompt, chunk=parsed.prefill_chunk),
+    )
     with BenchServer(parsed.model, "--prefill-chunk", str(parsed.prefill_chunk), *more) as server:
-        found = asyncio.run(measure(server.grpc, 1 + parsed.rounds, parsed.streams, parsed.prompt))[1:]
+        found = asyncio.run(measure(server.grpc, 1 + rounds, parsed.streams, parsed.prompt))[1:]
     chunks = -(-parsed.prompt // parsed.prefill_chunk)
     chunk = float(np.median([measured.alone for measured in found])) / chunks
     step = float(np.median([gap for measured in found for gap in measured.quiet]))
     busy = [gap for measured in found for gap in measured.busy]
     p99 = float(np.percentile(busy, 99))
+    ratio = p99 / (chunk + step)
     rows = {
         "one chunk of the prompt alone": chunk,
         "one step of the streams alone": step,
@@ -125,12 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "time to first token alone": float(np.median([measured.alone for measured in found])),
         "time to first token beside the streams": float(np.median([measured.beside for measured in found])),
     }
-    print(f"{parsed.streams} streams, {parsed.rounds} prompts of {parsed.prompt} tokens in {chunks} chunks; ms")
-    for name, seconds in rows.items():
-        print(f"{name:42}{1000 * seconds:9.1f}")
-    ratio = p99 / (chunk + step)
-    print(f"the 99th percentile is {ratio:.2f} x (one chunk + one step) (promised: at most {PROMISE})")
-    return 0 if ratio <= PROMISE else 1
+    table = Table(
+        f"{parsed.streams} streams beside prompts of {parsed.prompt} tokens in {chunks} chunks",
+        ("", "ms"),
+        [(name, 1000 * seconds) for name, seconds in rows.items()],
+        f"The 99th percentile is {ratio:.2f} x (one chunk + one step).",
+    )
+    report.tables.append(table)
+    if ratio > PROMISE:
+        report.missed.append(f"a 99th percentile of at most {PROMISE} x (one chunk + one step)")
+    return emit(report, parsed, bars(table, "ms"))
 
 
 if __name__ == "__main__":

@@ -55,15 +55,13 @@ class Soak:
     Args:
         http, grpc: base URL and ``host:port`` of the server.
         processes: name -> pid, whose memory, threads and file descriptors are watched.
-        capacity: sequences that run or wait at most: slots + queue.
         vocab: token ids of prompts are below this.
     """
 
-    def __init__(self, http: str, grpc: str, processes: dict[str, int], *, capacity: int, vocab: int, seed: int = 0):
+    def __init__(self, http: str, grpc: str, processes: dict[str, int], *, vocab: int, seed: int = 0):
         self._http_url = http
         self._grpc_address = grpc
         self._processes = processes
-        self._capacity = capacity
         self._vocab = vocab
         self._random = random.Random(seed)
         self._cases: list[Case] = []
@@ -79,7 +77,7 @@ class Soak:
             await self._settled()
             state = await self._grpc.call("State", preheat_pb2.StateRequest())
             card = await self._grpc.call("ModelCard", preheat_pb2.ModelCardRequest())
-            self._slots, self._max_len = state.slots, card.max_len
+            self._slots, self._capacity, self._max_len = state.slots, state.capacity, card.max_len
             await self._make_cases()
             await self._warm_up()
             before = await self._metrics()
@@ -340,9 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed, more = parser.parse_known_args(arguments)
     options = ("--slots", str(parsed.slots), "--max-len", str(parsed.max_len), *more)
     with BenchServer(parsed.model, *options) as server:
-        soak = Soak(
-            server.http, server.grpc, server.pids(), capacity=5 * parsed.slots, vocab=parsed.vocab, seed=parsed.seed
-        )
+        soak = Soak(server.http, server.grpc, server.pids(), vocab=parsed.vocab, seed=parsed.seed)
         report = asyncio.run(soak.run(parsed.seconds))
         print(report.text(), flush=True)
         code = server.stop()

@@ -11,18 +11,20 @@ class StateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StateResponse(_message.Message):
-    __slots__ = ("state", "running", "waiting", "slots", "reason")
+    __slots__ = ("state", "running", "waiting", "slots", "reason", "capacity")
     STATE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
     state: str
     running: int
     waiting: int
     slots: int
     reason: str
-    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    capacity: int
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., reason: _Optional[str] = ..., capacity: _Optional[int] = ...) -> None: ...
 
 class ModelCardRequest(_message.Message):
     __slots__ = ()

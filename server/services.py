@@ -53,6 +53,7 @@ class OrchestratorLike(Protocol):
     """What this door needs of `server.orchestrator.Orchestrator`."""
 
     state: str
+    load: tuple[int, int]
 
     def submit(self, request: GenerateRequest, sink: Sink, *, proof: bool = False) -> Ticket: ...
 
@@ -262,8 +263,9 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
     """What the proxy needs beside decoding."""
 
     async def State(self, request, context):  # noqa: N802
-        metrics = self._server.metrics
+        metrics, model = self._server.metrics, self._server.model
         return preheat_pb2.StateResponse(
+            capacity=None if model is None else model.orchestrator.load[1],
             state=self._server.state,
             reason=self._server.reason,
             slots=self._server.slots,

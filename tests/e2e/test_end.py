@@ -171,8 +171,9 @@ def test_a_device_out_of_memory_ends_the_server_and_everybody_hears_it(cache, tm
             assert time.monotonic() - began < 5
             dead = watcher.get("/health").json()
             assert "RESOURCE_EXHAUSTED" in dead["error"]["message"]
+            assert server.metric('preheat_requests_total{outcome="error"}') == 3
             assert watcher.post("/generate", json={"prompt": "a"}).status_code == 503
-            assert "RESOURCE_EXHAUSTED" in over_http.result()[1]
+            assert "the device ran out of memory" in (heard := over_http.result()[1]) and "RESOURCE_EXHAUSTED" in heard
             with pytest.raises(InternalError, match="RESOURCE_EXHAUSTED"):
                 over_grpc.result(60)
             answer = whole.result(60)
@@ -215,6 +216,34 @@ def test_a_killed_orchestrator_is_seen_by_its_proxies(cache):
             finally:
                 proxy.send_signal(signal.SIGTERM)
                 assert proxy.wait(20) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_server_takes_its_own_proxy_along(cache):
+    """One that was started by itself stays, see above. Whoever reads a stream then is not left hanging."""
+    with slow_server(cache, step=0.05) as server:
+        proxy = server.proxy_pid
+        stream = HttpStream(server.http)
+        assert stream.begun.wait(30) and not ended(proxy)
+        server.process.kill()
+        try:
+            wait_until(lambda: ended(proxy), 10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a failed test leaves no process behind
+                os.kill(proxy, signal.SIGKILL)
+        stream.join(10)
+        assert not stream.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.http}/health")
+
+
+def ended(pid: int) -> bool:
+    """Gone, or dead and not yet collected by whoever adopted it."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return any(line.split()[1] == "Z" for line in status.splitlines() if line.startswith("State:"))
 
 
 def test_readers_that_never_read_hold_nobody_up_and_little_memory(server):

@@ -8,13 +8,12 @@ import pytest
 from benchmarks.soak import Soak
 
 SECONDS = 20.0  # for each warmup mode
-CAPACITY = 4 + 64  # slots and queue of the session's servers
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_soak(server):
     processes = {"server": server.process.pid, "proxy": server.proxy_pid}
-    soak = Soak(server.http, server.grpc, processes, capacity=CAPACITY, vocab=256)
+    soak = Soak(server.http, server.grpc, processes, vocab=256)
     report = asyncio.run(soak.run(SECONDS))
     print(report.text())
     assert report.problems == [], report.text()

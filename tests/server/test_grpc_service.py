@@ -146,6 +146,11 @@ def test_outcomes_add_up(doors, client):
     assert total() == before + 3
 
 
+def test_the_state_tells_how_many_sequences_there_may_be(client):
+    state = client.call("State", preheat_pb2.StateRequest())
+    assert (state.state, state.running, state.slots, state.capacity) == ("ready", 0, 4, 4 + 16)  # and the queue's
+
+
 def test_messages_over_the_transports_default_limit(client):
     with pytest.raises(errors.InvalidRequest) as caught:
         client.generate("x" * 5_000_000)  # the default limit is 4 MiB
