@@ -111,12 +111,13 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
         return Attention(mesh)
     if platform not in ("tpu", "gpu") or mesh is None:
         raise ConfigError(f"--attention pallas: there are no kernels for {platform}; use --attention auto or xla")
-    kernel, name = (_tpu_pages, "Pallas paged_attention") if platform == "tpu" else (_gpu_pages, "Pallas paged_attention (GPU)")
-    reason = _decode_obstacle(model, config, platform)
-    decode = Choice(reason=reason) if reason else Choice(kernel, name)
-    reason = _prefill_obstacle(model, config, platform)
-    prefill = Choice(reason=reason) if reason else Choice(_tpu_prefix, "Pallas splash_attention")
-    return Attention(mesh, decode, prefill)
+    paged = Choice(_tpu_pages if platform == "tpu" else _gpu_pages, "Pallas paged_attention")
+    splash = Choice(_tpu_prefix, "Pallas splash_attention")
+    if reason := _decode_obstacle(model, config, platform):
+        paged = Choice(reason=reason)
+    if reason := _prefill_obstacle(model, config, platform):
+        splash = Choice(reason=reason)
+    return Attention(mesh, decode=paged, prefill=splash)
 
 
 def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:

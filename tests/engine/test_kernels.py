@@ -143,7 +143,7 @@ def test_who_attends():
     assert "prefill buckets [24] are no multiples of 16" in explained(prefill_buckets=(16, 24, 128))
     assert "too large for scalar memory" in explained(slots=4096, batch_sizes=(4096,), max_len=4096)
     assert "pages of 8 x 128 are no whole tiles" in explained(page_size=8)
-    assert explained("gpu").startswith("attention in decode: Pallas paged_attention (GPU); in prefill: XLA")
+    assert explained("gpu").startswith("attention in decode: Pallas paged_attention; in prefill: XLA, because")
     assert "pages of 32 x 96 are no powers of two" in explained("gpu", model={"head_dim": 96})
     assert "the pool has 2^31 elements or more" in explained("gpu", kv_pages=2**18)
 

@@ -20,12 +20,12 @@ from engine.programs import bytes_per_device
 from warmup.target import parse_target, target_devices
 
 narrow = ModelConfig("llama", 512, 256, 256, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=64, max_position=4096)
-wide = dataclasses.replace(narrow, num_kv_heads=8, head_dim=128)
+wide = dataclasses.replace(narrow, head_dim=128)
 mixed = dataclasses.replace(wide, layer_kinds=(LayerKind(window=64), LayerKind()), layer_pattern=(0, 1), attention_softcap=50.0)
 result = {}
 for name, model, target, tp, batches, buckets in (
-    ("narrow heads", narrow, "v5e-1", 1, (1, 2), (16,)),
-    ("many rows", wide, "v6e-4", 4, (1, 128), (128,)),
+    ("narrow heads", narrow, "v5e-1", 1, (1,), (16,)),
+    ("four devices", wide, "v6e-4", 4, (2,), (128,)),
     ("windows", mixed, "v5e-4", 4, (1, 128), (16,)),
 ):
     config = EngineConfig(
@@ -55,7 +55,7 @@ def built():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["narrow heads", "many rows", "windows"])
+@pytest.mark.parametrize("name", ["narrow heads", "four devices", "windows"])
 def test_no_program_copies_a_pool(built, name):
     pool, programs = built[name]["pool"], built[name]["programs"]
     assert pool >= 64 * 2**20
@@ -66,5 +66,5 @@ def test_no_program_copies_a_pool(built, name):
 
 def test_kernels_compile_for_what_they_are_chosen_for(built):
     kernels = "attention in decode: Pallas paged_attention; in prefill: Pallas splash_attention"
-    assert built["narrow heads"]["attention"] == built["many rows"]["attention"] == kernels
+    assert built["narrow heads"]["attention"] == built["four devices"]["attention"] == kernels
     assert built["windows"]["attention"].startswith("attention in decode: XLA, because")
