@@ -80,18 +80,18 @@ def make_random(model: ModelConfig, target: Path, seed: int = 0) -> None:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """Byte-level, as GPT-2 spells bytes: printable ones as themselves, the others from U+0100 on; without merges."""
+    """Byte-level, as GPT-2 spells bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-    tokens = ["<pad>", "<s>", "</s>", *(spelled[byte] for byte in range(256))]
+    tokens = ["<pad>", "<s>", "</s>", *(spelled[byte] for byte in range(256)), "ab"]
     tokens += [f"t{number}t" for number in range(len(tokens), vocab)]
     types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (vocab - 3)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(["t t"])
+    writer.add_token_merges(["a b"])  # readers want one
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)

@@ -38,8 +38,9 @@ class BenchServer:
             if self.process.poll() is not None:
                 break
             pause.wait(0.1)
+        text = self.log.read_text()
         self.__exit__()
-        raise SystemExit(f"the server did not become ready:\n{self.log.read_text()}")
+        raise SystemExit(f"the server did not become ready:\n{text}")
 
     def pids(self) -> dict[str, int]:
         """The server and its proxy (Linux)."""
