@@ -1,6 +1,6 @@
 """Finds a model's tokenizer and reads the files around it.
 
-Beside ``tokenizer.json`` or ``tokenizer.model`` a Hugging Face directory may have ``tokenizer_config.json`` (names of
+Beside ``tokenizer.json``, ``tokenizer.model`` or ``tekken.json`` a Hugging Face directory may have ``tokenizer_config.json`` (names of
 special tokens, added tokens, whether BOS is added, the chat template), ``special_tokens_map.json``,
 ``added_tokens.json``, ``chat_template.jinja``, and ``generation_config.json`` or ``config.json``, which know all the
 tokens that end a generation.
@@ -22,6 +22,7 @@ from server.tokenizers.fast import FastTokenizer, special_tokens
 from server.tokenizers.gguf import load_gguf_tokenizer
 from server.tokenizers.sentencepiece import CONTROL, UNKNOWN, SentencePieceTokenizer
 from server.tokenizers.special import SpecialToken
+from server.tokenizers.tekken import BOS, EOS, TekkenTokenizer, special_tokens as tekken_special
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -37,7 +38,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> BytesTokenizer:
         return _fast(path)
     if (path / "tokenizer.model").exists():
         return _sentencepiece(path)
-    raise StartError(f"{path} has neither tokenizer.json nor tokenizer.model; copy the model's tokenizer files into it")
+    if (path / "tekken.json").exists():
+        return _tekken(path)
+    raise StartError(
+        f"{path} has neither tokenizer.json nor tokenizer.model nor tekken.json; copy the model's tokenizer files into it"
+    )
 
 
 def read_json(file: pathlib.Path) -> dict:
@@ -196,4 +201,21 @@ def _sentencepiece(path: pathlib.Path) -> SentencePieceTokenizer:
         eos_token_ids=_eos(path, eos),
         prefix=[bos] if bos is not None and config.get("add_bos_token", True) else [],
         chat_template=_chat_template(path, {**config, **spellings}, tuple(control)),
+    )
+
+
+def _tekken(path: pathlib.Path) -> TekkenTokenizer:
+    file = path / "tekken.json"
+    content, config = read_json(file), _config(path)
+    try:
+        control = tekken_special(content).control_spellings
+    except (KeyError, TypeError) as error:
+        raise StartError(f"{file} is not a tekken.json ({error!r}); download it again") from None
+    spellings = {"bos_token": BOS, "eos_token": EOS, **_spellings(config)}
+    return TekkenTokenizer(
+        content,
+        source=str(file),
+        eos_token_ids=_eos(path, None),
+        add_bos=config.get("add_bos_token", True),
+        chat_template=_chat_template(path, {**config, **spellings}, control),
     )

@@ -539,3 +539,68 @@ def test_an_unknown_way_of_cutting_is_refused(tmp_path, pre, part):
 def test_an_unknown_model_is_refused(tmp_path):
     with pytest.raises(StartError, match="tokenizer.ggml.model is 'bert'"):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", model="bert", tokens=["a"], types=[1]))
+
+
+# --- Mistral's tekken.json, against its own library (golden) ---
+
+TEKKEN = pathlib.Path(__file__).parent.parent / "golden" / "tekken"
+TEKKEN_GOLDEN = json.loads((TEKKEN / "golden.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tekken():
+    return load_tokenizer(TEKKEN)
+
+
+def test_tekken_ids_and_bytes_are_those_of_mistrals_library(tekken):
+    assert (tekken.vocab_size, tekken.bos_token_id, tekken.eos_token_ids) == (
+        TEKKEN_GOLDEN["vocab_size"], TEKKEN_GOLDEN["bos"], (TEKKEN_GOLDEN["eos"],),
+    )  # fmt: skip
+    for case in TEKKEN_GOLDEN["cases"]:
+        assert tekken.encode(case["text"]) == case["ids"], case["text"]
+        assert tekken.encode(case["text"], add_bos=False) == case["ids"][1:]
+        assert tekken.decode(case["ids"]) == joined(tekken, case["ids"]) == case["text"]
+    words = range(tekken.vocab_size - len(TEKKEN_GOLDEN["bytes"]), tekken.vocab_size)
+    assert [tekken.token_bytes(id).hex() for id in words] == TEKKEN_GOLDEN["bytes"]
+    assert tekken.token_bytes(tekken.vocab_size) == b""
+
+
+def test_tekken_control_tokens_are_parsed_only_where_wanted(tekken):
+    text = "[INST] hi[/INST]<SPECIAL_12>[THINK]"
+    ids = tekken.encode(text, add_bos=False, parse_special=True)
+    assert (ids[0], ids[-3:]) == (3, [4, 12, 7]) and tekken.is_special(3) and tekken.decode(ids) == " hi"
+    assert not any(map(tekken.is_special, tekken.encode(text, add_bos=False)))
+
+
+def test_tekken_files_of_before_special_tokens_were_listed(tmp_path):
+    content = json.loads((TEKKEN / "tekken.json").read_text())
+    del content["special_tokens"]
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    tokenizer = load_tokenizer(tmp_path)
+    text = tokenizer.chat_template.render([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(tokenizer.encode(text, parse_special=True), skip_special=False) == "<s>[INST]hi[/INST]"
+    assert tokenizer.encode(text, parse_special=True)[:2] == [1, 3]
+    assert tokenizer.encode("[TOOL_CALLS]", parse_special=True) == [9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("config"), "not a tekken.json"),
+        (lambda content: content["vocab"][5].pop("token_bytes"), "not a tekken.json"),
+        (lambda content: content["vocab"][5].update(token_bytes="?"), "not a tekken.json"),
+        (lambda content: content["vocab"].pop(5), "incomplete"),
+        (lambda content: content.update(vocab=content["vocab"][:300]), "incomplete"),
+        (lambda content: content["vocab"][5].update(token_bytes="YWJhYg=="), "single bytes"),
+        (lambda content: content["config"].update(pattern="("), "pattern"),
+    ],
+)
+def test_a_broken_tekken_file_is_named(tmp_path, change, message):
+    content = json.loads((TEKKEN / "tekken.json").read_text())
+    change(content)
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    with pytest.raises(StartError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path / "tekken.json") in str(caught.value)
