@@ -35,7 +35,7 @@ MAX_SUPPRESSED = 32  # ids held back until min_tokens: EOS ids and stop_token_id
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence chooses its tokens. Values are valid already: the server checks them (``server/validation.py``).
+    """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/validation.py``).
 
     The order of application is: logit_bias, suppressed ids, mask, penalties (presence and frequency over generated tokens,
     repetition over prompt and generated), temperature, top-k, top-p, min-p.
@@ -54,6 +54,7 @@ class SamplingParams:
     min_tokens: int = 0  # until so many tokens are generated, `suppressed` ids cannot be chosen
     suppressed: tuple[int, ...] = ()  # at most MAX_SUPPRESSED
     logprobs: bool = False  # log-probs of generated tokens and of TOP_LOGPROBS alternatives
+    adapter: int = 0  # which of `EngineConfig.adapters` computes the sequence, from 1; 0 is the model itself
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,18 @@ class ModelConfig:
         return tuple(0 if kind.rope is None else kind.rope.regime(length) for kind in self.kinds)
 
 
+ADAPTER_MAPS = ("qkv", "o", "gate_up", "down")  # the linear maps of a layer, as the engine has them
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterLayout:
+    """The LoRA adapters that a server holds: how many, padded to which rank, and which maps of a layer any of them changes."""
+
+    count: int
+    rank: int
+    maps: tuple[Literal["qkv", "o", "gate_up", "down"], ...]  # some of `ADAPTER_MAPS`, in that order
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """The resolved layout of one server. Lengths are in tokens.
@@ -164,6 +176,7 @@ class EngineConfig:
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
     attention: Literal["xla", "pallas"] = "xla"  # likewise: see `attention_choice`
     lanes: int = 1  # keys and values are stored padded to a multiple of so many dimensions: see `vector_lanes`
+    adapters: AdapterLayout | None = None
     call_bytes: int = 0  # of weights that a call of some unrolled layers reads (`engine.segments`); 0: all layers in one program
 
     @property

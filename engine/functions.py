@@ -98,11 +98,12 @@ class Rows:
 
     rotations: tuple[tuple[jax.Array, jax.Array] | None, ...]  # of each kind of layer: cosines and sines [rows, rotary_dim / 2]
     cache: PrefixCache | PagedCache
+    adapters: jax.Array | None = None  # int32 [rows], or [1] where all rows have the same; None where the server has none
 
 
 def run_layers(model: ModelConfig, pattern: tuple[int, ...], pools: Pools, layers: tuple[LayerWeights, ...], x: jax.Array, rows: Rows):
     """Consecutive layers, of the kinds ``pattern``: their pools, and the hidden states behind them."""
-    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, rows.cache)
+    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, rows.cache, rows.adapters)
     return (keys, values), x
 
 
@@ -138,10 +139,12 @@ def begin_prefill(
     request: jax.Array,
 ):
     """The hidden states of a chunk's tokens, and its `Rows`."""
-    (start, length, _, _, _, _, total), *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
+    (start, length, _, _, _, _, total), sampling, *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
     rotations = decoder.rotary(model, positions, jnp.broadcast_to(total, positions.shape))
-    return decoder.embed(model, weights, tokens), Rows(rotations, PrefixCache(start, positions, start + length, attention))
+    adapters = None if config.adapters is None else unpack(sampling[None]).adapter
+    cache = PrefixCache(start, positions, start + length, attention)
+    return decoder.embed(model, weights, tokens), Rows(rotations, cache, adapters)
 
 
 def end_prefill(
@@ -292,7 +295,8 @@ def begin_generate(
         attention=attention,
     )
     rotations = decoder.rotary(model, positions, positions + 1)
-    return decoder.embed(model, weights, state.tokens[slots]), Rows(rotations, cache)
+    adapters = None if config.adapters is None else unpack(state.sampling[slots]).adapter
+    return decoder.embed(model, weights, state.tokens[slots]), Rows(rotations, cache, adapters)
 
 
 def end_generate(

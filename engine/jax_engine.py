@@ -132,7 +132,7 @@ class JaxEngine:
             angles = replicated(self.mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
             return angles, angles
 
-        def chain(name, rows, cache, bound, carried, request, outputs, end_outputs=None, **donated) -> Iterator[Program]:
+        def chain(name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated) -> Iterator[Program]:
             """The programs of `functions.prefill` or `generate`: one, or those of its segments.
 
             ``end_outputs`` are those of the last of several, where they differ from ``outputs``.
@@ -149,7 +149,7 @@ class JaxEngine:
             self._segments[name] = split
             rest, outer = carried.with_pools((), ()), weights.replace(layers=())
             x = replicated(self.mesh, (rows, model.hidden_size), config.dtype)
-            about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache)
+            about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
             yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
             for segment in {segment.part: segment for segment in reversed(split)}.values():
                 run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, segment.pattern)
@@ -165,7 +165,7 @@ class JaxEngine:
             cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
             prompt = host(bucket, result_width())
             yield from chain(
-                f"prefill/{bucket}", bucket, cache, (bucket,), prefix, host(head.shape[0] + bucket), (first, prompt), (prompt, row, head)
+                f"prefill/{bucket}", bucket, cache, config.adapters and host(1), (bucket,), prefix, host(head.shape[0] + bucket), (first, prompt), (prompt, row, head)
             )
         if any(name.startswith("prefill") for name in self._segments):
             function = named("first_token", functions.first_token, model, config)
@@ -183,7 +183,7 @@ class JaxEngine:
             one = host(batch)
             cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
             outputs = (host(batch, result_width()),)
-            yield from chain(f"generate/{batch}", batch, cache, (), state, host(batch, 2), outputs, takes_state=True)
+            yield from chain(f"generate/{batch}", batch, cache, config.adapters and one, (), state, host(batch, 2), outputs, takes_state=True)
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class JaxEngine:
         padded[:count] = tokens
         total = start + count if prompt_length is None else prompt_length
         header = (start, count, last, prompt_logprobs, next_token, mask is not None, total)
-        return self._pack(header, pack(sampling), words, self._generated(generated), padded)
+        return self._pack(header, self._sampling(sampling), words, self._generated(generated), padded)
 
     def insert(
         self,
@@ -334,7 +334,7 @@ class JaxEngine:
         generated: np.ndarray | None = None,
     ) -> None:
         header = (slot, length, shared_pages, len(pages))
-        request = self._pack(header, pack(sampling), self._generated(generated), self._table_row(pages))
+        request = self._pack(header, self._sampling(sampling), self._generated(generated), self._table_row(pages))
         self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
 
     def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray) -> None:
@@ -397,6 +397,12 @@ class JaxEngine:
 
     def _pack(self, header: Sequence[int], *parts: np.ndarray) -> jax.Array:
         return self._put(np.concatenate([np.array(header, np.int32), *parts]))
+
+    def _sampling(self, sampling: SamplingParams) -> np.ndarray:
+        adapters = 0 if self.config.adapters is None else self.config.adapters.count
+        if not 0 <= sampling.adapter <= adapters:
+            raise ValueError(f"adapter {sampling.adapter}: this engine has {adapters}")
+        return pack(sampling)
 
     def _generated(self, tokens: np.ndarray | None) -> np.ndarray:
         if tokens is None:

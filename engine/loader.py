@@ -11,7 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from engine.checkpoints import Checkpoint, CheckpointError
 from engine.config import ModelConfig
 from engine.families import Family, TensorNames, get_family
+from engine.peft import Adapter, adapter_fills
 from engine.weights import LayerWeights, Weights
 
 Fill = Callable[[np.ndarray], None]  # writes one array of the tree, in place
@@ -41,16 +42,22 @@ class ArrayCache(Protocol):
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: ModelConfig, abstract_weights: Weights, *, cache: ArrayCache | None = None
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    abstract_weights: Weights,
+    adapters: Sequence[Adapter] = (),
+    *,
+    cache: ArrayCache | None = None,
 ) -> Weights:
-    """The weights on their devices. Arrays that ``cache`` has are not made from the checkpoint again; others are kept there.
+    """The weights on their devices; ``adapters`` are those that the abstract weights have room for. Arrays that ``cache`` has are
+    not made from the checkpoint again; others are kept there.
 
     Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says,
     or is one that the model does not use.
     """
     family = get_family(model.family)
     reader = Reader(checkpoint)
-    fills = _fills(reader, family, model, abstract_weights)
+    fills = _fills(reader, family, model, abstract_weights, adapters)
     reader.check(family, model)
     leaves, structure = jax.tree.flatten(abstract_weights)
 
@@ -206,15 +213,19 @@ def _transposed(read: Read) -> Fill:
     return fill
 
 
-def _fills(reader: Reader, family: Family, model: ModelConfig, abstract: Weights) -> Weights:
+def _fills(
+    reader: Reader, family: Family, model: ModelConfig, abstract: Weights, adapters: Sequence[Adapter]
+) -> Weights:
     """A tree like the abstract one that holds what fills each array."""
     names, hidden = family.tensors, model.hidden_size
     first, groups = 0, []
     for group in abstract.layers:
-        fields = {field for field, leaf in vars(group).items() if leaf is not None}
+        fields = {field for field, leaf in vars(group).items() if leaf is not None} - {"adapters"}
         layers = range(first, first := first + group.qkv.shape[0])
         per_layer = [_LayerFills(reader, names, model, layer).fields(fields) for layer in layers]
-        groups.append(LayerWeights(**{field: _stack([fills[field] for fills in per_layer]) for field in fields}))
+        low_rank = None if group.adapters is None else adapter_fills(adapters, group.adapters, layers)
+        stacks = {field: _stack([fills[field] for fills in per_layer]) for field in fields}
+        groups.append(LayerWeights(**stacks, adapters=low_rank))
     if first != model.num_layers:
         raise ValueError(f"the abstract weights hold {first} layers, the model has {model.num_layers}")
     return Weights(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from engine.adapters import change
 from engine.attention import Scoring
 from engine.config import ModelConfig
 from engine.layers import gated, linear, rms_norm
@@ -70,6 +71,7 @@ def run_layers(
     keys: tuple[jax.Array, ...],  # one array per group
     values: tuple[jax.Array, ...],
     cache: Cache,
+    adapters: jax.Array | None,  # int32 [rows], or [1] where all rows have the same: `engine.adapters`
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Consecutive layers: the hidden states [rows, hidden] behind them, and the new keys and values."""
 
@@ -78,7 +80,7 @@ def run_layers(
     def only_layer(kind, group, x, pools):
         group, experts = _part_experts(model, group)
         one = jax.tree.map(lambda leaf: leaf[0], group).replace(**experts)
-        return _layer(model, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache)
+        return _layer(model, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache, adapters)
 
     def all_layers(pattern, group, x, pools):
         look_up = _kinds_as_data(model, pattern, rotations, x.shape[0])
@@ -86,7 +88,7 @@ def run_layers(
 
         def step(carry, layer_and_weights):
             layer, one = layer_and_weights
-            return _layer(model, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache), None
+            return _layer(model, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache, adapters), None
 
         return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
 
@@ -154,13 +156,16 @@ def _layer(
     pools: Pools,
     layer: jax.Array | int,
     cache: Cache,
+    adapters: jax.Array | None,
 ) -> tuple[jax.Array, Pools]:
-    rows = x.shape[0]
+    rows, low_rank = x.shape[0], weights.adapters
     with jax.named_scope("qkv"):
         normed = _norm(model, x, weights.attention_norm)
         bias = None if weights.qkv_bias is None else weights.qkv_bias.reshape(-1)
         qkv = linear(weights.qkv.reshape(-1, model.hidden_size), normed, bias)
         qkv = qkv.reshape(rows, model.num_kv_heads, model.queries_per_kv + 2, model.head_dim)
+        if low_rank is not None and low_rank.qkv is not None:
+            qkv += change(low_rank.qkv, adapters, normed).swapaxes(1, 2)
         queries_and_key = qkv[:, :, :-1]
         if model.qk_norm != "none":
             q, k = _norm(model, qkv[:, :, :-2], weights.q_norm), _norm(model, qkv[:, :, -2], weights.k_norm)
@@ -173,20 +178,30 @@ def _layer(
         scale = model.head_dim**-0.5 if model.query_scale is None else model.query_scale
         scoring = Scoring(scale, model.attention_softcap)
         pools, attended = cache.attend(pools, layer, q, k, v, scoring, window, weights.sinks)
-        attended = linear(weights.o, attended.reshape(rows, -1), weights.o_bias)
-        x = _add(model, x, _norm(model, attended, weights.attention_post_norm))
+        attended = attended.reshape(rows, -1)
+        out = linear(weights.o, attended, weights.o_bias)
+        if low_rank is not None and low_rank.o is not None:
+            out += change(low_rank.o, adapters, attended)[:, 0]
+        x = _add(model, x, _norm(model, out, weights.attention_post_norm))
     with jax.named_scope("mlp"):
         normed = _norm(model, x, weights.mlp_norm)
-        out = _mlp(model, weights, normed) if model.moe is None else mixture(model, weights, layer, normed)
+        out = _mlp(model, weights, normed, adapters) if model.moe is None else mixture(model, weights, layer, normed)
         x = _add(model, x, _norm(model, out, weights.mlp_post_norm))
     return x, pools
 
 
-def _mlp(model: ModelConfig, weights: LayerWeights, x: jax.Array) -> jax.Array:
+def _mlp(model: ModelConfig, weights: LayerWeights, x: jax.Array, adapters: jax.Array | None) -> jax.Array:
+    low_rank = weights.adapters
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.reshape(-1)
     gate_up = linear(weights.gate_up.reshape(-1, model.hidden_size), x, bias)
+    if low_rank is not None and low_rank.gate_up is not None:
+        gate_up += change(low_rank.gate_up, adapters, x).reshape(gate_up.shape)
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return linear(weights.down, gated(model.activation, gate, up), weights.down_bias)
+    inner = gated(model.activation, gate, up)
+    out = linear(weights.down, inner, weights.down_bias)
+    if low_rank is not None and low_rank.down is not None:
+        out += change(low_rank.down, adapters, inner)[:, 0]
+    return out
 
 
 def _add(model: ModelConfig, x: jax.Array, change: jax.Array) -> jax.Array:

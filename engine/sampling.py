@@ -20,7 +20,7 @@ NEVER = -jnp.inf
 GATHERED_ROWS = 32
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_INTS = ("top_k", "min_tokens", "logprobs", "seed_low", "seed_high", "sample")
+_INTS = ("top_k", "min_tokens", "logprobs", "seed_low", "seed_high", "sample", "adapter")
 
 
 @struct.dataclass
@@ -39,6 +39,7 @@ class SamplingRows:
     seed_low: jax.Array
     seed_high: jax.Array
     sample: jax.Array
+    adapter: jax.Array
     suppressed: jax.Array  # int32 [rows, MAX_SUPPRESSED]
     bias_tokens: jax.Array  # int32 [rows, MAX_LOGIT_BIAS]
     bias_values: jax.Array  # float32 [rows, MAX_LOGIT_BIAS]
@@ -70,7 +71,8 @@ def pack(params: SamplingParams) -> np.ndarray:
     floats = np.array([getattr(params, name) for name in _FLOATS], np.float32)
     seed = params.seed & (2**64 - 1)
     ints = np.array(
-        [params.top_k, params.min_tokens, params.logprobs, seed & 0xFFFFFFFF, seed >> 32, params.sample], np.int64
+        [params.top_k, params.min_tokens, params.logprobs, seed & 0xFFFFFFFF, seed >> 32, params.sample, params.adapter],
+        np.int64,
     )
     suppressed = np.full(MAX_SUPPRESSED, NO_TOKEN, np.int32)
     suppressed[: len(params.suppressed)] = params.suppressed

@@ -16,6 +16,7 @@ import jax
 from flax import struct
 from jax.sharding import Mesh
 
+from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
 from engine.sharding import describe
 
@@ -46,6 +47,7 @@ class LayerWeights:
     down_bias: Array | None = None  # [n, hidden]
     router: Array | None = None  # [n, experts, hidden]
     router_bias: Array | None = None  # [n, experts]
+    adapters: Adapters | None = None
 
 
 @struct.dataclass
@@ -103,6 +105,7 @@ def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> We
             down_bias=array(n, *experts, hidden) if model.mlp_bias else None,
             router=None if moe is None else array(n, *experts, hidden),
             router_bias=array(n, *experts) if moe is not None and moe.bias else None,
+            adapters=abstract_adapters(model, config, mesh, layers),
         )
 
     return Weights(

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
+from engine.peft import adapter_layout, open_adapter
 from engine.programs import Program
 
 LAYOUT = EngineConfig(
@@ -22,14 +23,17 @@ LAYOUT = EngineConfig(
 )
 
 
-def make_engine(path: pathlib.Path, *, quick: bool = False, **layout) -> JaxEngine:
+def make_engine(
+    path: pathlib.Path, *, quick: bool = False, adapters: Sequence[pathlib.Path] = (), **layout
+) -> JaxEngine:
     """An engine that compiles on first use; with ``quick`` without LLVM's optimizations, in half the time."""
     checkpoint = open_checkpoint(path)
     model = load_config(checkpoint.hf_config)
-    config = dataclasses.replace(LAYOUT, **layout)
+    opened = [open_adapter(folder.name, folder, model) for folder in adapters]
+    config = dataclasses.replace(LAYOUT, adapters=adapter_layout(opened), **layout)
     engine = JaxEngine(model, config, jax.devices()[: config.tp])
     engine.install({program.name: (_Quick(program) if quick else program.function) for program in engine.programs()})
-    engine.set_weights(load_weights(checkpoint, model, engine.abstract_weights))
+    engine.set_weights(load_weights(checkpoint, model, engine.abstract_weights, opened))
     engine.allocate()
     return engine
 

@@ -1,0 +1,100 @@
+"""Rows of several LoRA adapters in one batch, against runs of models with each adapter merged into the weights."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import peft_harness
+import pytest
+from jax_harness import Runner, make_engine
+
+from engine.api import SamplingParams
+from warmup.guard import Guard
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+BASE = GOLDEN / "tiny_llama"
+PROMPTS = ([7, 11, 13, 17, 19], list(range(40, 90)), [256, *range(100, 119)], [3] * 9)
+STEPS = 6
+CHUNK = 16  # the second prompt takes four
+TOLERANCE = 1e-4  # nats
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    """One on every module with rank 4, one on queries, values and down with rank 9 and another scale."""
+    root = tmp_path_factory.mktemp("adapters")
+    wide = peft_harness.make_adapter(root / "wide", BASE, rank=4, alpha=8, seed=1)
+    few = peft_harness.make_adapter(root / "few", BASE, ("q", "v", "down"), rank=9, alpha=3, seed=2)
+    merged = [
+        peft_harness.merge(root / "merged_wide", BASE, wide, 8 / 4),
+        peft_harness.merge(root / "merged_few", BASE, few, 3 / 9),
+    ]
+    return [root / "wide", root / "few"], merged
+
+
+
+
+@pytest.fixture(scope="module")
+def expected(adapters):
+    """For each prompt and each of base, wide, few."""
+    _, merged = adapters
+    found = {}
+    for adapter, path in enumerate((BASE, *merged)):
+        runner = Runner(make_engine(path, quick=True, slots=1, batch_sizes=(1,), prefill_buckets=(64,)))
+        for index, prompt in enumerate(PROMPTS):
+            sequence, scored = runner.start(prompt, 0, prompt_logprobs=True)
+            for _ in range(STEPS):
+                runner.step([sequence])
+            runner.finish(sequence)
+            found[index, adapter] = sequence, scored[0]
+    return found
+
+
+LAYOUTS = {"unrolled": {}, "scanned": {"layers": "scanned"}, "segments": {"call_bytes": 1}, "tp": {"tp": 2}}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def runner(request, adapters):
+    return Runner(make_engine(BASE, quick=True, adapters=adapters[0], **LAYOUTS[request.param]))
+
+
+def close(sequence, reference):
+    assert sequence.tokens == reference.tokens
+    np.testing.assert_allclose(sequence.logprobs, reference.logprobs, atol=TOLERANCE, rtol=0)
+    for top, wanted in zip(sequence.top, reference.top, strict=True):
+        both = top.keys() & wanted.keys()
+        assert len(both) >= 18  # the 20th may tie with the 21st
+        np.testing.assert_allclose([top[t] for t in both], [wanted[t] for t in both], atol=TOLERANCE, rtol=0)
+
+
+def sampling(adapter):
+    return SamplingParams(logprobs=True, adapter=adapter)
+
+
+def test_a_mixed_batch_equals_merged_models(runner, expected):
+    """Base, both adapters and one of them again, in one batch; prompts in chunks, with their log-probs."""
+    rows = [(0, 1), (1, 2), (2, 0), (3, 1)]  # prompt, adapter
+    sequences = []
+    for slot, (prompt, adapter) in enumerate(rows):
+        sequence, scored = runner.start(
+            PROMPTS[prompt], slot, chunk=CHUNK, sampling=sampling(adapter), prompt_logprobs=True
+        )
+        sequences.append(sequence)
+        got = np.concatenate([part.logprobs for part in scored])[:-1]
+        np.testing.assert_allclose(got, expected[prompt, adapter][1].logprobs[:-1], atol=TOLERANCE, rtol=0)
+    for _ in range(STEPS):
+        runner.step(sequences)
+    for sequence, row in zip(sequences, rows, strict=True):
+        close(sequence, expected[row][0])
+        runner.finish(sequence)
+
+
+def test_batches_of_one_and_two(runner, expected):
+    """A step of one row cuts its adapter out of the stack; a batch without adapters leaves the stack alone."""
+    for rows in ([(0, 2)], [(2, 0)], [(2, 0), (0, 0)], [(3, 0), (1, 1)]):
+        sequences = [runner.start(PROMPTS[p], slot, sampling=sampling(adapter))[0] for slot, (p, adapter) in enumerate(rows)]
+        for _ in range(STEPS):
+            runner.step(sequences)
+        for sequence, row in zip(sequences, rows, strict=True):
+            close(sequence, expected[row][0])
+            runner.finish(sequence)
