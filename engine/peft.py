@@ -73,6 +73,11 @@ class Adapter:
     _file: _File
 
     @property
+    def files(self) -> tuple[pathlib.Path, ...]:
+        """What it is read from."""
+        return self.path / CONFIG, self.path / WEIGHTS
+
+    @property
     def rank(self) -> int:
         """The largest of its modules."""
         return max(module.rank for modules in self.modules.values() for module in modules)

@@ -31,18 +31,20 @@ class ModelCardRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelCardResponse(_message.Message):
-    __slots__ = ("name", "created", "max_len", "vocab_size", "has_chat_template")
+    __slots__ = ("name", "created", "max_len", "vocab_size", "has_chat_template", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     created: int
     max_len: int
     vocab_size: int
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., created: _Optional[int] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., created: _Optional[int] = ..., max_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenderChatRequest(_message.Message):
     __slots__ = ("messages", "tools", "template_kwargs", "add_generation_prompt", "continue_final_message", "tool_name", "parallel_tool_calls", "tools_optional")

@@ -136,7 +136,7 @@ class Server:
             self.orchestrator, opened.tokenizer, opened.limits(self.config.served_model_name, warm.engine.config.max_len)
         )
         if self.config.warmup != "none":
-            self._prove(warm)
+            self._prove(warm, [adapter.name for adapter in opened.adapters])
         self.guard.ready()
         self.report.ready()
         self.orchestrator.open()
@@ -154,14 +154,15 @@ class Server:
             self.config.served_model_name, self.grpc.address,
         )  # fmt: skip
 
-    def _prove(self, warm: WarmEngine) -> None:
+    def _prove(self, warm: WarmEngine, adapters: Sequence[str]) -> None:
         key = ((PROOF_METADATA, self.grpc.proof_key),)
         api_key = self.config.api_key[0] if self.config.api_key else None
         with self.report.stage("proof"), Client(self.grpc.local_address, api_key=api_key, metadata=key) as client:
             began = time.monotonic()
             sent = prove(
-                client, warm.engine.config, warm.engine.model.vocab_size, self.guard, full=not warm.prepared.unchanged
-            )
+                client, warm.engine.config, warm.engine.model.vocab_size, self.guard,
+                full=not warm.prepared.unchanged, adapters=adapters,
+            )  # fmt: skip
             seconds = time.monotonic() - began
         if not warm.prepared.unchanged:
             warm.prepared.record_proof(seconds, sent)

@@ -103,6 +103,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--file", metavar="FILE", help="one prompt per line")
     group.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    group.add_argument("--adapter", metavar="NAME", help="answer with this adapter of --lora")
     for name, read in SAMPLING_FLAGS.items():
         group.add_argument(
             options.flag_name(name),
@@ -182,7 +183,9 @@ def _generate_options(parsed: argparse.Namespace) -> GenerateOptions:
         checked = fields.parse({**sampling, "prompt": ""}, fields.COMPLETIONS)
     except InvalidRequest as error:
         raise StartError(str(error)) from None
-    return GenerateOptions(_prompts(parsed), checked, parsed.chat)
+    return GenerateOptions(
+        _prompts(parsed), dataclasses.replace(checked, lora_adapter_id=parsed.adapter), parsed.chat
+    )
 
 
 def _prompts(parsed: argparse.Namespace) -> tuple[str, ...]:

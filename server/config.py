@@ -43,6 +43,13 @@ def _metrics_port(value: str) -> int | None:
     return None if value.lower() == "off" else options.port(value)
 
 
+def _adapter(value: str) -> tuple[str, Path]:
+    name, equals, path = value.partition("=")
+    if not (equals and name.strip() and path.strip()):
+        raise ValueError("must be name=path, the name that requests use and the adapter's directory")
+    return name.strip(), Path(path.strip()).expanduser()
+
+
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if value.startswith("unix:") and len(value) > 5:
@@ -128,6 +135,14 @@ class ServeConfig:
         "who attends; auto is pallas on TPU, xla elsewhere; pallas leaves to xla what its kernels cannot do, and says so",
         metavar="KIND",
     )
+    lora: tuple[tuple[str, Path], ...] = option(
+        (),
+        _adapter,
+        "a LoRA adapter in PEFT layout, served as a model of that name beside the base model; repeatable",
+        metavar="NAME=PATH",
+        many=True,
+        shown="none",
+    )
     memory: int | None = option(
         None,
         options.memory_size,
@@ -191,6 +206,12 @@ class ServeConfig:
                         f"{taken[port]} and {name} are both {port}: choose two different ports, or 0 for a free one"
                     )
                 taken[port] = name
+        names = [name for name, _ in self.lora]
+        for name in names:
+            if name == self.served_model_name:
+                raise StartError(f"--lora {name}=...: the base model has that name (--served-model-name); choose another")
+            if names.count(name) > 1:
+                raise StartError(f"--lora {name}=...: two adapters have that name; choose another for one of them")
         for name in ("prefill_buckets", "batch_sizes"):
             sizes = getattr(self, name)
             if sizes is not None and list(sizes) != sorted(set(sizes)):

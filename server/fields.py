@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from server import chat_checks, checks
 from server.chat_checks import ToolName
 from server.checks import Check
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, ModelNotFound
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class RequestFields:
     model_defaults: bool = False
     priority: int = 0
     model: str | None = None
+    lora_adapter_id: str | None = None
     request_id: str | None = None
     guided_json: str | None = None
     guided_regex: str | None = None
@@ -154,7 +155,7 @@ CHAT: Table = _OPENAI | {
 GRPC: Table = SAMPLING | {
     "max_tokens": Field("max_tokens", checks.integer(0, checks.INT32_MAX)),
     "num_samples": Field("n", checks.integer(1, checks.MAX_SAMPLES)),
-    "lora_adapter_id": Field("", checks.only("", because="must be empty: no adapters are served")),
+    "lora_adapter_id": Field("lora_adapter_id", checks.string),
     "logprobs": Field("logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
     "prompt_logprobs": Field("prompt_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
     "want_text": Field("want_text", checks.boolean),
@@ -196,6 +197,18 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
     return RequestFields(**values)
+
+
+def check_model_name(asked: str | None, served: str, adapters: Collection[str] = ()) -> None:
+    """Refuses a ``model`` that is neither the served one nor an adapter of it; a request may leave it out.
+
+    Raises:
+        ModelNotFound: names what is served.
+    """
+    if asked is not None and asked != served and asked not in adapters:
+        names = ", ".join(repr(name) for name in (served, *adapters))
+        verb = "are" if adapters else "is"
+        raise ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {names} {verb} served", param="model")
 
 
 def required(body: Mapping[str, Any], name: str, check: Check) -> Any:

@@ -72,6 +72,7 @@ class LiveRequest:
             self.request.id,
             self.outcome,
             level=logging.INFO if self.counted else logging.DEBUG,
+            model=self.request.adapter,
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,

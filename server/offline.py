@@ -24,7 +24,7 @@ from server.metrics import Metrics
 from server.models import resolve_model
 from server.orchestrator import Orchestrator
 from server.request import Delta, TokenLogprob, Usage
-from server.startup import OpenModel, engine_config, open_model, readable_errors, select_devices, warm_engine
+from server.startup import OpenModel, engine_config, open_adapters, open_model, readable_errors, select_devices, warm_engine
 from warmup import cache as warmup_cache
 from warmup import plan as memory_plan
 from warmup import target as targets
@@ -157,7 +157,7 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
             slice_ = targets.parse_target(target)
             devices = targets.target_devices(slice_, config.tp)
             budget = config.memory or slice_.budget
-        layout = engine_config(config, model, devices[0].platform)
+        layout = engine_config(config, model, devices[0].platform, open_adapters(config, model))
 
         def make(layout: EngineConfig) -> JaxEngine:
             return JaxEngine(model, layout, devices)

@@ -47,15 +47,18 @@ class ProofRequest:
     options: dict
 
 
-def requests_of(config: EngineConfig, vocab_size: int) -> list[list[ProofRequest]]:
-    """The waves of a full proof; the requests of a wave run at the same time."""
+def requests_of(config: EngineConfig, vocab_size: int, adapters: Sequence[str] = ()) -> list[list[ProofRequest]]:
+    """The waves of a full proof; the requests of a wave run at the same time, by the model and its adapters in turn."""
     longest = config.max_len - TOKENS
     lengths = [min(bucket, longest) for bucket in config.prefill_buckets]
     lengths.append(min(config.prefill_chunk + 1, longest))  # two chunks
     token = iter(range(10**9))
 
+    models = ("", *adapters)
+
     def request(length: int, serial: int) -> ProofRequest:
-        return ProofRequest(max(1, length), next(token) % vocab_size, OPTIONS[serial % len(OPTIONS)])
+        options = OPTIONS[serial % len(OPTIONS)] | {"lora_adapter_id": models[serial % len(models)]}
+        return ProofRequest(max(1, length), next(token) % vocab_size, options)
 
     waves = [[request(length, i)] for i, length in enumerate(lengths)]
     waves += [[request(config.prefill_buckets[0] // 2, i) for i in range(size)] for size in config.batch_sizes]
@@ -64,17 +67,18 @@ def requests_of(config: EngineConfig, vocab_size: int) -> list[list[ProofRequest
     return waves
 
 
-def prove(client: Client, config: EngineConfig, vocab_size: int, guard: Guard, *, full: bool) -> int:
+def prove(client: Client, config: EngineConfig, vocab_size: int, guard: Guard, *, full: bool, adapters: Sequence[str] = ()) -> int:
     """Sends the proof's requests; returns how many.
 
     Args:
       client: connected to the front door, with the key that lets proof requests in before ready.
       full: all of them; else one.
+      adapters: names of the LoRA adapters.
 
     Raises:
       StartError: a request failed, or something was traced or compiled.
     """
-    waves = requests_of(config, vocab_size) if full else [[ProofRequest(1, 0, {})]]
+    waves = requests_of(config, vocab_size, adapters) if full else [[ProofRequest(1, 0, {})]]
     before = guard.counts("startup")
     with guard.explaining(), concurrent.futures.ThreadPoolExecutor(config.slots, "proof") as threads:
         text = threads.submit(_send_text, client)

@@ -35,6 +35,7 @@ class GenerateRequest:
     guide: Guide | None = None  # what the text must keep to
     prompt_logprobs: bool = False
     deadline: float = math.inf  # time.monotonic() seconds
+    adapter: str | None = None  # name of the LoRA adapter; its index is in ``sampling``
     priority: int = 0  # lower goes first; FIFO among equals
 
 

@@ -19,6 +19,8 @@ back at once.
 **Models whose keys depend on the length** of the whole sequence (`ModelConfig.follows_length`) share pages within one regime only.
 Where a growing sequence enters another regime in which all its keys change (longrope), it is put back and prefilled anew.
 
+**Adapters** (LoRA) change keys and values, so sequences of different adapters share no pages either.
+
 **Guided sequences** (structured output) take their steps together and not one ahead of the host: what may come next
 depends on the token before. They are left out of a step while one of them has a token that was not read yet, so that
 with others around they advance at every other step; the others advance at every step.
@@ -239,7 +241,8 @@ class Scheduler:
         return -(-tokens // self._config.page_size)
 
     def _regime(self, sequence: Sequence) -> Hashable:
-        return None if self._model is None else self._model.regime(len(sequence.tokens))
+        by_length = None if self._model is None else self._model.regime(len(sequence.tokens))
+        return sequence.sampling.adapter, by_length
 
     def _wants_step(self, sequence: Sequence) -> bool:
         return sequence.planned < sequence.max_tokens

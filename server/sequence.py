@@ -51,7 +51,7 @@ class Sequence:
     shared_pages: int = 0  # the first of `pages`, taken from the prefix cache
     prefill_length: int = 0  # tokens to prefill in this stay: the prompt, and what was generated before a put-back
     prefilled: int = 0  # of them, tokens in the prefix already
-    regime: Hashable = None  # of this stay: what its keys depend on beside the tokens (`ModelConfig.regime`)
+    regime: Hashable = None  # of this stay: what its keys depend on beside the tokens (adapter, `ModelConfig.regime`)
     planned: int = 0
     put_back: int = 0  # how often
     complete: bool = False  # has all its tokens, while its prompt is still on the way into the pool

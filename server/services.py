@@ -279,6 +279,7 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
             card.max_len = model.limits.max_len
             card.vocab_size = model.limits.vocab_size
             card.has_chat_template = model.tokenizer.chat_template is not None
+            card.adapters.extend(model.limits.adapters)
         return card
 
     async def RenderChat(self, request, context):  # noqa: N802

@@ -11,9 +11,11 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import logging
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +34,7 @@ from engine.config import (
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
+from engine.peft import Adapter, adapter_layout, open_adapter
 from engine.weights import Weights
 from server.config import ServeConfig, resolve_batch_sizes, resolve_max_len, resolve_prefill_buckets
 from server.errors import StartError
@@ -44,6 +47,8 @@ from warmup.guard import Guard
 from warmup.prepare import Prepared, open_store, prepare_fitting
 from warmup.report import WarmupReport
 from warmup.weights import WeightsCache
+
+logger = logging.getLogger("preheat")
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -58,6 +63,7 @@ class OpenModel:
     config: ModelConfig
     tokenizer: Tokenizer
     generation_config: Mapping[str, object]
+    adapters: tuple[Adapter, ...] = ()
 
     def limits(self, name: str, max_len: int) -> ModelLimits:
         """What requests are checked against."""
@@ -67,6 +73,7 @@ class OpenModel:
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.eos_token_ids,
             defaults=sampling_defaults(self.generation_config),
+            adapters=tuple(adapter.name for adapter in self.adapters),
         )
 
     @property
@@ -89,7 +96,19 @@ def open_model(config: ServeConfig) -> OpenModel:
     with readable_errors():
         path = Path(resolve_model(config.model))
         checkpoint = open_checkpoint(path)
-        return OpenModel(path, checkpoint, load_config(checkpoint.hf_config), load_tokenizer(path), generation_defaults(path))
+        model = load_config(checkpoint.hf_config)
+        adapters = open_adapters(config, model)
+        return OpenModel(path, checkpoint, model, load_tokenizer(path), generation_defaults(path), adapters)
+
+
+def open_adapters(config: ServeConfig, model: ModelConfig) -> tuple[Adapter, ...]:
+    """The adapters of ``--lora``, checked against the model; their weights are not read yet."""
+    adapters = tuple(open_adapter(name, path, model) for name, path in config.lora)
+    for adapter in adapters:
+        base, served = (re.sub(r"[^a-z0-9]", "", Path(name).name.lower()) for name in (adapter.base, config.model))
+        if base not in served and served not in base:
+            logger.warning("the adapter %s was trained on %s; it fits %s, but may not suit it", adapter.name, adapter.base, config.model)
+    return adapters
 
 
 def select_devices(config: ServeConfig) -> list[jax.Device]:
@@ -100,7 +119,9 @@ def select_devices(config: ServeConfig) -> list[jax.Device]:
     return devices[: config.tp]
 
 
-def engine_config(config: ServeConfig, model: ModelConfig, platform: str) -> EngineConfig:
+def engine_config(
+    config: ServeConfig, model: ModelConfig, platform: str, adapters: Sequence[Adapter] = ()
+) -> EngineConfig:
     """The layout of a configuration, with as many KV pages as all slots at full length take.
 
     ``platform`` is ``cpu``, ``gpu`` or ``tpu``.
@@ -120,6 +141,7 @@ def engine_config(config: ServeConfig, model: ModelConfig, platform: str) -> Eng
         layers=layer_layout(platform),
         attention=attention_choice(config.attention, platform),
         lanes=vector_lanes(platform),
+        adapters=adapter_layout(adapters),
         call_bytes=call_bytes(platform),
     )
     return dataclasses.replace(layout, kv_pages=1 + layout.slots * layout.pages_per_slot)  # and the scratch page
@@ -138,7 +160,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
     """Lays out, compiles or loads, loads weights meanwhile, allocates, and runs every program once."""
     with readable_errors():
         devices = select_devices(config)
-        layout = engine_config(config, opened.config, devices[0].platform)
+        layout = engine_config(config, opened.config, devices[0].platform, opened.adapters)
         budget = plan.memory_budget(config.memory, devices)
         store = open_store(config.warmup_cache, opened.config, layout, devices, budget=budget)
 
@@ -173,8 +195,9 @@ def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, ca
         checkpoint, cache = opened.checkpoint, None
         if checkpoint.dequantizes:
             files = sorted({checkpoint.file(name) for name in checkpoint.names()})
+            files += [file for adapter in opened.adapters for file in adapter.files]  # in the order of their indices
             cache = WeightsCache(cache_root, files, opened.config, abstract)
-        weights = load_weights(checkpoint, opened.config, abstract, cache=cache)
+        weights = load_weights(checkpoint, opened.config, abstract, opened.adapters, cache=cache)
         return jax.block_until_ready(weights)
 
 

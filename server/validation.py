@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.api import MAX_SUPPRESSED, SamplingParams
 from server import fields
-from server.errors import InvalidRequest, ModelNotFound, StartError
-from server.fields import RequestFields
+from server.errors import InvalidRequest, StartError
+from server.fields import RequestFields, check_model_name
 from server.request import GenerateRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing float32 logits by them overflows
@@ -45,6 +45,7 @@ class ModelLimits:
     vocab_size: int  # of the model: ids from 0 below it
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the engine's order
 
 
 def sampling_defaults(generation_config: Mapping[str, Any], source: str = "generation_config.json") -> SamplingDefaults:
@@ -64,11 +65,17 @@ def sampling_defaults(generation_config: Mapping[str, Any], source: str = "gener
     return SamplingDefaults(**values)
 
 
-def check_model(requested: str | None, limits: ModelLimits) -> None:
-    if requested is not None and requested != limits.name:
-        raise ModelNotFound(
-            f"the model {ascii(requested)[:80]} does not exist here: {limits.name!r} is served", param="model"
-        )
+def find_adapter(parsed: RequestFields, limits: ModelLimits) -> int:
+    """Which adapter a request asks for, by ``model`` or ``lora_adapter_id``: its number from 1, 0 for the model itself."""
+    check_model_name(parsed.model, limits.name, limits.adapters)
+    wanted, by_id = parsed.model if parsed.model in limits.adapters else None, parsed.lora_adapter_id
+    if by_id is not None and by_id not in limits.adapters:
+        served = f"served are {', '.join(limits.adapters)}" if limits.adapters else "this server has none"
+        raise InvalidRequest(f"lora_adapter_id {ascii(by_id)[:80]} is no adapter here: {served}", param="lora_adapter_id")
+    if wanted is not None and by_id is not None and wanted != by_id:
+        raise InvalidRequest(f"model asks for the adapter {wanted!r}, lora_adapter_id for {by_id!r}", param="lora_adapter_id")
+    name = wanted or by_id
+    return 0 if name is None else 1 + limits.adapters.index(name)
 
 
 def check_text_length(text: str, limits: ModelLimits) -> None:
@@ -102,7 +109,7 @@ def build_request(
         InvalidRequest: an id is not of the vocabulary, or lengths do not fit.
         ModelNotFound: another model is asked for.
     """
-    check_model(parsed.model, limits)
+    adapter = find_adapter(parsed, limits)
     check_ids("prompt", prompt, limits)
     check_ids("stop_token_ids", parsed.stop_token_ids, limits)
     check_ids("logit_bias", (token for token, _ in parsed.logit_bias), limits)
@@ -111,7 +118,7 @@ def build_request(
         raise InvalidRequest(
             f"min_tokens {parsed.min_tokens} is more than max_tokens, {max_tokens}", param="min_tokens"
         )
-    sampling = _sampling(parsed, limits)
+    sampling = dataclasses.replace(_sampling(parsed, limits), adapter=adapter)
     return GenerateRequest(
         id=request_id,
         prompt=tuple(prompt),
@@ -123,6 +130,7 @@ def build_request(
         detokenize=detokenize,
         prompt_logprobs=parsed.prompt_logprobs is not None,
         deadline=deadline,
+        adapter=limits.adapters[adapter - 1] if adapter else None,
         priority=parsed.priority,
     )
 

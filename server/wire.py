@@ -46,6 +46,7 @@ def fields_to_proto(parsed: RequestFields) -> orchestrator_pb2.DecodeRequest:
         stop=parsed.stop,
         stop_token_ids=parsed.stop_token_ids,
         guided_choice=parsed.guided_choice or (),
+        lora_adapter_id=parsed.lora_adapter_id or "",
     )
     for name in fields.GRPC:
         value = getattr(parsed, name, None)

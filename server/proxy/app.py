@@ -170,32 +170,33 @@ class Proxy:
         return _decode_requests(parsed), shape
 
     async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
-        """The served model's name, which a request may leave out."""
+        """The name of the model that answers: the served one's, which a request may leave out, or an adapter's."""
         card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), metadata)
-        if parsed.model is not None and parsed.model != card.name:
-            raise _no_model(parsed.model, card.name)
-        return card.name
+        fields.check_model_name(parsed.model, card.name, card.adapters)
+        return card.name if parsed.model is None else parsed.model
 
     # The model and its tokenizer.
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [await self._model_card(request)]})
+        return JSONResponse({"object": "list", "data": list((await self._cards(request)).values())})
 
     async def model(self, request: Request) -> Response:
-        card = await self._model_card(request)
-        if request.path_params["name"] != card["id"]:
-            raise _no_model(request.path_params["name"], card["id"])
-        return JSONResponse(card)
+        cards, name = await self._cards(request), request.path_params["name"]
+        served, *adapters = cards
+        fields.check_model_name(name, served, adapters)
+        return JSONResponse(cards[name])
 
-    async def _model_card(self, request: Request) -> Json:
+    async def _cards(self, request: Request) -> dict[str, Json]:
+        """The served model and its adapters, by name."""
         card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), _metadata(request))
-        return {
-            "id": card.name,
+        shared = {
             "object": "model",
             "created": card.created,
             "owned_by": "preheat",
             "max_model_len": card.max_len if card.HasField("max_len") else None,
         }
+        adapters = {name: {"id": name, **shared, "parent": card.name} for name in card.adapters}
+        return {card.name: {"id": card.name, **shared, "parent": None}, **adapters}
 
     async def tokenize(self, request: Request) -> Response:
         text = fields.required(await read_json(request), "text", checks.string)
@@ -335,10 +336,6 @@ def _metadata(request: Request) -> Metadata:
     value = request.headers.get("authorization")
     sendable = value is not None and value.isascii() and value.isprintable()
     return (("authorization", value),) if sendable and value else ()
-
-
-def _no_model(asked: str, served: str) -> ModelNotFound:
-    return ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {served!r} is served", param="model")
 
 
 def _compact(value: Any) -> str:

@@ -143,6 +143,7 @@ def _schemas() -> Json:
             created=integer,
             owned_by=string,
             max_model_len=_or_null(integer),
+            parent=_or_null(string),  # the served model, of an adapter
         ),
         "Models": _object(object={"type": "string", "enum": ["list"]}, data=_list(_ref("Model"))),
         "Tokens": _object(tokens=_list(integer)),
@@ -228,9 +229,9 @@ def document() -> Json:
         "/v1/chat/completions": _post(
             "OpenAI's chat completions", "ChatRequest", "ChatCompletion", *limits, stream=True
         ),
-        "/v1/models": _get("The served model", _answers("Models", *_OF_ALL), open=False),
+        "/v1/models": _get("The served model and its adapters", _answers("Models", *_OF_ALL), open=False),
         "/v1/models/{name}": _get(
-            "The served model by name", _answers("Model", 404, *_OF_ALL), open=False, parameters=[name]
+            "The served model or an adapter by name", _answers("Model", 404, *_OF_ALL), open=False, parameters=[name]
         ),
         "/tokenize": _post("Token ids of a text", "TokenizeRequest", "Tokens"),
         "/detokenize": _post("The text of token ids", "DetokenizeRequest", "Text"),

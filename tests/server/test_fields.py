@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -434,7 +435,6 @@ def test_jetstreams_zeros_are_absent():
         {"logit_bias": {1: math.inf}},
         {"logprobs": 21},
         {"prompt_logprobs": -1},
-        {"lora_adapter_id": "x"},
         {"guided_json": ""},
         {"guided_choice": ["a", ""]},
         {"request_id": ""},
@@ -527,3 +527,50 @@ def test_generation_config():
     assert read == SamplingDefaults(temperature=0.7, top_p=0.8)
     with pytest.raises(StartError, match="generation_config.json: top_p must be"):
         sampling_defaults({"top_p": 7})
+
+
+# Adapters.
+
+WITH_ADAPTERS = dataclasses.replace(LIMITS, adapters=("pirate", "poet"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "adapter", "name"),
+    [
+        ({}, 0, None),
+        ({"model": "tiny"}, 0, None),
+        ({"model": "poet"}, 2, "poet"),
+        ({"lora_adapter_id": "pirate"}, 1, "pirate"),
+        ({"lora_adapter_id": "pirate", "model": "tiny"}, 1, "pirate"),
+        ({"lora_adapter_id": "poet", "model": "poet"}, 2, "poet"),
+    ],
+)
+def test_an_adapter_is_chosen_by_model_or_by_id(asked, adapter, name):
+    request = built(limits=WITH_ADAPTERS, n=2, **asked)
+    assert [sampling.adapter for sampling in request.sampling] == [adapter, adapter]
+    assert request.adapter == name
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "error", "param", "said"),
+    [
+        (WITH_ADAPTERS, {"model": "nobody"}, ModelNotFound, "model", "'tiny', 'pirate', 'poet' are served"),
+        (LIMITS, {"model": "nobody"}, ModelNotFound, "model", "'tiny' is served"),
+        (WITH_ADAPTERS, {"lora_adapter_id": "tiny"}, InvalidRequest, "lora_adapter_id", "served are pirate, poet"),
+        (LIMITS, {"lora_adapter_id": "poet"}, InvalidRequest, "lora_adapter_id", "this server has none"),
+        (WITH_ADAPTERS, {"lora_adapter_id": "poet", "model": "pirate"}, InvalidRequest, "lora_adapter_id", "'pirate'"),
+    ],
+)
+def test_adapters_that_are_not_there(limits, asked, error, param, said):
+    with pytest.raises(error) as caught:
+        built(limits=limits, **asked)
+    assert caught.value.param == param
+    assert said in caught.value.message
+
+
+def test_the_adapter_id_travels():
+    request = wire.fields_to_proto(fields.parse({"prompt": "x"}, fields.COMPLETIONS))
+    assert request.lora_adapter_id == ""
+    parsed = wire.fields_from_proto(DecodeRequest(lora_adapter_id="poet"))
+    assert parsed.lora_adapter_id == "poet"
+    assert wire.fields_to_proto(parsed).lora_adapter_id == "poet"

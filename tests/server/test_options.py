@@ -234,3 +234,26 @@ def test_help_and_the_proxy_import_neither_jax_nor_the_engine():
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--max-len" in done.stdout
+
+
+def test_adapters(tmp_path):
+    made = load_serve_config({"lora": ["a=/x/one,b=two", "c = /x=y"]}, {})
+    assert made.lora == (("a", Path("/x/one")), ("b", Path("two")), ("c", Path("/x=y")))
+    assert load_serve_config({}, {"PREHEAT_LORA": "a=/x"}).lora == (("a", Path("/x")),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"lora": ["a"]}, "name=path"),
+        ({"lora": ["=x"]}, "name=path"),
+        ({"lora": ["a="]}, "name=path"),
+        ({"lora": ["a=x", "a=y"]}, "two adapters have that name"),
+        ({"lora": ["llama=x"], "model": "/models/llama"}, "--served-model-name"),
+        ({"lora": ["m=x"], "served_model_name": "m"}, "--served-model-name"),
+    ],
+)
+def test_adapters_that_cannot_be(arguments, said):
+    with pytest.raises(StartError) as caught:
+        load_serve_config(arguments, {})
+    assert "--lora" in str(caught.value) and said in str(caught.value)

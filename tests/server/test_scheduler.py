@@ -14,9 +14,10 @@ GREEDY = SamplingParams()
 
 
 def sequence(
-    arrival: int, prompt: bytes, max_tokens: int = 4, *, sample: int = 0, priority: int = 0, **fields
+    arrival: int, prompt: bytes, max_tokens: int = 4, *, sample: int = 0, priority: int = 0, adapter: int = 0, **fields
 ) -> Sequence:
-    return Sequence(Rank(priority, arrival, sample), list(prompt), GREEDY, max_tokens, **fields)
+    sampling = SamplingParams(adapter=adapter)
+    return Sequence(Rank(priority, arrival, sample), list(prompt), sampling, max_tokens, **fields)
 
 
 def prefill(scheduler: Scheduler, admitted: Sequence, token: int = 1) -> None:
@@ -242,3 +243,27 @@ def test_whatever_the_pressure_everybody_ends_with_the_right_tokens(prompts, kv_
         got = bytes(each.tokens[each.prompt_tokens :]).decode()
         assert text.startswith(got)
         assert got == text or each.rank.arrival in cancelled
+
+
+def test_adapters_share_no_pages():
+    scheduler = Scheduler(mock_config(slots=4, prefixes=4, page_size=4, max_len=24))
+
+    def shared(arrival, adapter):
+        """Pages that a finished run of one and the same prompt found in the cache."""
+        run = sequence(arrival, b"abcdefghi", adapter=adapter)
+        scheduler.add(run)
+        assert scheduler.admit() is run
+        found = run.shared_pages
+        prefill(scheduler, run)
+        scheduler.end(run)
+        return found
+
+    assert [shared(i, adapter) for i, adapter in enumerate((0, 1, 2, 1, 0, 2))] == [0, 0, 0, 2, 2, 2]
+
+
+def test_a_prompt_does_not_wait_for_the_pages_of_another_adapter():
+    scheduler = Scheduler(mock_config(slots=4, prefixes=4, page_size=4, max_len=24))
+    for arrival, adapter in enumerate((1, 1, 2)):
+        scheduler.add(sequence(arrival, b"abcdefghi", adapter=adapter))
+    assert [scheduler.admit().rank.arrival for _ in range(2)] == [0, 2]  # 1 waits for the pages of 0
+    assert scheduler.admit() is None
