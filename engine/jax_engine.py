@@ -132,7 +132,12 @@ class JaxEngine:
             angles = replicated(self.mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
             return angles, angles
 
-        def chain(name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated) -> Iterator[Program]:
+        def adapter_of(rows: int) -> jax.ShapeDtypeStruct | None:
+            return None if config.adapters is None else host(rows)
+
+        def chain(
+            name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated
+        ) -> Iterator[Program]:
             """The programs of `functions.prefill` or `generate`: one, or those of its segments.
 
             ``end_outputs`` are those of the last of several, where they differ from ``outputs``.
@@ -165,8 +170,9 @@ class JaxEngine:
             cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
             prompt = host(bucket, result_width())
             yield from chain(
-                f"prefill/{bucket}", bucket, cache, config.adapters and host(1), (bucket,), prefix, host(head.shape[0] + bucket), (first, prompt), (prompt, row, head)
-            )
+                f"prefill/{bucket}", bucket, cache, adapter_of(1), (bucket,), prefix, host(head.shape[0] + bucket),
+                (first, prompt), (prompt, row, head),
+            )  # fmt: skip
         if any(name.startswith("prefill") for name in self._segments):
             function = named("first_token", functions.first_token, model, config)
             yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
@@ -183,7 +189,9 @@ class JaxEngine:
             one = host(batch)
             cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
             outputs = (host(batch, result_width()),)
-            yield from chain(f"generate/{batch}", batch, cache, config.adapters and one, (), state, host(batch, 2), outputs, takes_state=True)
+            yield from chain(
+                f"generate/{batch}", batch, cache, adapter_of(batch), (), state, host(batch, 2), outputs, takes_state=True
+            )
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
