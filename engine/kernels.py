@@ -53,9 +53,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """How the programs attend. ``mesh`` is None where every layer has a pool of its own."""
+    """How the programs attend. ``mesh`` is None where every layer has a pool of its own.
+
+    ``pins`` is off on GPUs: there XLA lays arrays out as they are written anyway.
+    """
 
     mesh: Mesh | None = None
+    pins: bool = False
     decode: Choice = Choice()
     prefill: Choice = Choice()
 
@@ -65,9 +69,7 @@ class Attention:
 
     def pin(self, pool: jax.Array) -> jax.Array:
         """The pool with its dimensions in memory as they are written."""
-        if self.mesh is None:
-            return pool
-        return with_layout_constraint(pool, Layout(major_to_minor=tuple(range(pool.ndim))))
+        return with_layout_constraint(pool, Layout(major_to_minor=tuple(range(pool.ndim)))) if self.pins else pool
 
     def pages(self, q, k_pages, v_pages, layer, page_table, lengths, *, scoring: Scoring, window: Window, sinks):
         """`engine.attention.attend_pages`."""
@@ -107,8 +109,9 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
       ConfigError: kernels are asked for where there are none.
     """
     mesh = mesh if config.layers == "scanned" else None
+    pins = mesh is not None and platform != "gpu"
     if config.attention == "xla":
-        return Attention(mesh)
+        return Attention(mesh, pins)
     if platform not in ("tpu", "gpu") or mesh is None:
         raise ConfigError(f"--attention pallas: there are no kernels for {platform}; use --attention auto or xla")
     paged = Choice(_tpu_pages if platform == "tpu" else _gpu_pages, "Pallas paged_attention")
@@ -117,7 +120,7 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
         paged = Choice(reason=reason)
     if reason := _prefill_obstacle(model, config, platform):
         splash = Choice(reason=reason)
-    return Attention(mesh, decode=paged, prefill=splash)
+    return Attention(mesh, pins, paged, splash)
 
 
 def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
+from jax_harness import Runner, make_engine
 
-from engine import kernels
+from engine import jax_engine, kernels
 from engine.attention import Scoring
 from engine.config import ConfigError, EngineConfig, LayerKind, ModelConfig, attention_choice, vector_lanes
 from engine.kernels import Attention, Choice, choose_attention
@@ -72,6 +74,21 @@ def test_decode_kernels(platform, interpreted):
             np.testing.assert_allclose(out[row, head], want, atol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_the_gpu_kernel_lowers():
+    """To Triton, for a GPU that is not here; Triton itself compiles on the GPU's machine."""
+
+    def of(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    pool, integers = of(2, 8, 64, PAGE, HEAD_DIM), functools.partial(of, dtype=jnp.int32)
+    attend = Attention(mesh(1), decode=Choice(kernels._gpu_pages)).pages
+    run = jax.jit(functools.partial(attend, scoring=Scoring(scale=0.1), window=None, sinks=None))
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        traced = run.trace(of(4, 8, 4, HEAD_DIM), pool, pool, integers(), integers(4, 16), integers(4))
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.parametrize(
     ("start", "tokens", "window", "softcap", "sinks"), [(700, 16, None, None, False), (500, 32, 40, 2.0, True)]
 )
@@ -96,6 +113,23 @@ def test_prefill_kernel(start, tokens, window, softcap, sinks, interpreted):
             )
             np.testing.assert_allclose(out[row, head], want, atol=TOLERANCE)
     assert np.isfinite(out).all()
+
+
+def test_an_engine_on_kernels(interpreted, monkeypatch):
+    """Prefill, insert and decode beside a padded row: the tokens that transformers gives (`test_golden.py`), in bfloat16."""
+    as_on_tpu = lambda model, config, mesh, platform: choose_attention(model, config, mesh, "tpu")  # noqa: E731
+    monkeypatch.setattr(jax_engine, "choose_attention", as_on_tpu)
+    layout = {"slots": 2, "batch_sizes": (2,), "prefill_buckets": (16,), "page_size": 16, "kv_pages": 33}
+    accelerator = {"layers": "scanned", "attention": "pallas", "lanes": 128, "dtype": "bfloat16"}
+    tiny = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"
+    golden = np.load(tiny / "golden.npz")
+    with interpreted["tpu"]:
+        runner = Runner(make_engine(tiny, quick=True, **layout, **accelerator))
+        assert "XLA" not in runner.engine.attention.explain()
+        sequence, _ = runner.start(golden["prompt_1"].tolist(), slot=1)
+        for _ in range(2):
+            runner.step([sequence])
+    assert sequence.tokens == golden["greedy_1"][:3].tolist()
 
 
 def test_xla_over_the_list_of_pages():
