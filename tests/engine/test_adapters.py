@@ -13,6 +13,7 @@ from engine.loader import load_weights
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "tiny_llama"
+BY_PEFT = GOLDEN / "adapter"
 PROMPTS = ([7, 11, 13, 17, 19], list(range(40, 90)), [256, *range(100, 119)], [3] * 9)
 STEPS = 6
 CHUNK = 16  # the second prompt takes four
@@ -21,7 +22,7 @@ TOLERANCE = 1e-4  # nats
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """One on every module with rank 4, one on queries, values and down with rank 9 and another scale."""
+    """One on every module with rank 4, one on queries, values and down with rank 9 and another scale, and peft's own."""
     root = tmp_path_factory.mktemp("adapters")
     wide = peft_harness.make_adapter(root / "wide", BASE, rank=4, alpha=8, seed=1)
     few = peft_harness.make_adapter(root / "few", BASE, ("q", "v", "down"), rank=9, alpha=3, seed=2)
@@ -29,7 +30,7 @@ def adapters(tmp_path_factory):
         peft_harness.merge(root / "merged_wide", BASE, wide, 8 / 4),
         peft_harness.merge(root / "merged_few", BASE, few, 3 / 9),
     ]
-    return [root / "wide", root / "few"], merged
+    return [root / "wide", root / "few", BY_PEFT], merged
 
 
 
@@ -102,3 +103,25 @@ def test_batches_of_one_and_two(runner, expected):
         for sequence, row in zip(sequences, rows, strict=True):
             close(sequence, expected[row][0])
             runner.finish(sequence)
+
+
+@pytest.mark.parametrize("runner", ["unrolled"], indirect=True)
+def test_an_adapter_of_pefts(runner):
+    """Rank-stabilized, with ranks and alphas of their own, on some layers: what peft itself computes in float64."""
+    golden = np.load(BY_PEFT / "golden.npz")
+    prompt, count = golden["prompt"].tolist(), len(golden["tokens"])
+    sequence, scored = runner.start(prompt, 1, sampling=sampling(3), prompt_logprobs=True)
+    for _ in range(count - 1):
+        runner.step([sequence])
+    assert sequence.tokens == golden["tokens"].tolist()
+    got = [*np.concatenate([part.logprobs for part in scored])[:-1], *sequence.logprobs]
+    np.testing.assert_allclose(got, golden["logprobs"], atol=TOLERANCE, rtol=0)
+    runner.finish(sequence)
+
+
+@pytest.mark.parametrize("runner", ["unrolled"], indirect=True)
+def test_an_adapter_that_is_not_there(runner):
+    prefix = runner.engine.acquire_prefix()
+    with pytest.raises(ValueError, match="adapter 4: this engine has 3"):
+        runner.engine.prefill(prefix, np.arange(4, dtype=np.int32), 0, sampling(4), last=True)
+    runner.engine.release_prefix(prefix)
