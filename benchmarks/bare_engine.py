@@ -60,9 +60,9 @@ def parameters(model: ModelConfig) -> int:
     return model.num_layers * layer + tables + model.hidden_size
 
 
-def layout(model: ModelConfig, **options: object) -> EngineConfig:
-    """What ``preheat serve`` would use with these options."""
-    return engine_config(ServeConfig(**options), model, jax.devices()[0].platform)  # type: ignore[arg-type]
+def layout(model: ModelConfig, *, platform: str | None = None, **options: object) -> EngineConfig:
+    """What ``preheat serve`` would use with these options, on this machine or another platform."""
+    return engine_config(ServeConfig(**options), model, platform or jax.devices()[0].platform)  # type: ignore[arg-type]
 
 
 def random_weights(abstract: Weights) -> Weights:
@@ -95,7 +95,12 @@ def _noise(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
 
 
 def make_engine(
-    model: ModelConfig, config: EngineConfig, *, checkpoint: str | None = None, weights: Weights | None = None, aot: bool = True
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    checkpoint: str | None = None,
+    weights: Weights | None = None,
+    aot: bool = True,
 ) -> BareEngine:
     """An engine whose programs have all run once.
 

@@ -2,14 +2,15 @@
 
 ``python -m benchmarks.engine [--models llama-125m,smollm2-135m-instruct]`` measures, for each model:
 
-* decode steps at batch 1, 8 and 32 with 128 prompt and 64 new tokens. A step must read all weights and the keys and values of the live
-  tokens; these bytes by the machine's bandwidth, measured in the same round, are the shortest time it could take.
+* decode steps at batch 1, 8 and 32 with 128 prompt and 64 new tokens. A step must read all weights and the keys and
+  values of the live tokens; these bytes by the machine's bandwidth, measured in the same round, are the shortest time
+  it could take.
 * prefill of the largest bucket: its floating-point operations by the machine's matrix-product peak.
 * whether a step at 256 live tokens costs more with ``--max-len`` 8192 than with 512.
 * programs, and the seconds to trace, lower and compile them, with twice and four times the layers.
 
-Models are names of ``benchmarks.bare_engine.SHAPES`` (random weights), or checkpoints. All figures are medians of rounds in which everything that
-is compared runs in turn.
+Models are names of ``benchmarks.bare_engine.SHAPES`` (random weights), or checkpoints. All figures are medians of
+rounds in which everything that is compared runs in turn.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.config import ModelConfig
 from engine.jax_engine import JaxEngine
 from engine.programs import tree_bytes
 from engine.weights import Weights
+from warmup.target import parse_target, target_devices
 
 PROMISED_ROOFLINE = 0.8  # of the bandwidth, at batch 1
 PROMISED_RATIO = 1.1  # of a step with --max-len 8192 to one with 512
@@ -46,7 +48,9 @@ class Sizes:
     rounds: int = 5
     max_lens: tuple[int, int] = (512, 8192)
     layers: tuple[int, ...] = (6, 12, 24)
-    table: dict[str, object] = dataclasses.field(default_factory=lambda: {"max_len": 2048})  # whose compiling is measured
+    table: dict[str, object] = dataclasses.field(
+        default_factory=lambda: {"max_len": 2048}
+    )  # whose compiling is measured
 
 
 QUICK = Sizes(
@@ -56,16 +60,16 @@ QUICK = Sizes(
 
 
 def step_bytes(model: ModelConfig, weights: Weights, live: int, itemsize: int) -> int:
-    """Bytes that a decode step cannot avoid reading: all weights, but of an embedding that is no head the rows of its tokens
-    only (left out), and keys and values of ``live`` tokens."""
+    """Bytes that a decode step cannot avoid reading: all weights, but of an embedding that is no head the rows of its
+    tokens only (left out), and keys and values of ``live`` tokens."""
     unread = 0 if model.tie_embeddings else tree_bytes(weights.embed)
     cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize * live
     return tree_bytes(weights) - unread + cache
 
 
 def prompt_operations(model: ModelConfig, tokens: int) -> int:
-    """Floating-point operations of a prompt: two for each weight and token but for the head, which sees one token; and two
-    products of tokens by head dimensions for each query and what it sees."""
+    """Floating-point operations of a prompt: two for each weight and token but for the head, which sees one token; and
+    two products of tokens by head dimensions for each query and what it sees."""
     head = model.vocab_size * model.hidden_size
     tables = head * (1 if model.tie_embeddings else 2)
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * tokens * (tokens + 1) // 2
@@ -151,12 +155,14 @@ def measure_max_len(engines: Sequence[BareEngine], sizes: Sizes, name: str) -> t
     return Table(f"{name}: decode at {LIVE} live tokens", columns, rows, note), missed
 
 
-def measure_compiling(model: ModelConfig, sizes: Sizes, name: str) -> Table:
-    """The table of programs of the default server, by number of layers; CPU time of all cores together."""
-    rows = []
+def measure_compiling(model: ModelConfig, sizes: Sizes, name: str, target: str | None = None) -> Table:
+    """The table of programs of the default server, by number of layers; CPU time of all cores together. ``target``: for a
+    TPU that is not here."""
+    devices = jax.devices()[:1] if target is None else target_devices(parse_target(target), 1)
+    platform, rows = devices[0].platform, []
     for layers in sizes.layers:
         deeper = dataclasses.replace(model, num_layers=layers, layer_pattern=())
-        engine = JaxEngine(deeper, layout(deeper, **sizes.table), jax.devices()[:1])
+        engine = JaxEngine(deeper, layout(deeper, platform=platform, **sizes.table), devices)
         began, cpu = time.perf_counter(), time.process_time()
         compiled = compile_table(engine.programs())
         rows.append((
@@ -165,19 +171,20 @@ def measure_compiling(model: ModelConfig, sizes: Sizes, name: str) -> Table:
         ))  # fmt: skip
     columns = ("layers", "programs", "trace + lower s", "all, s", "all, CPU s")
     note = (
-        f"{jax.devices()[0].platform}, {engine.config.layers} layers; the whole table of `preheat serve` with "
+        f"{target or platform}, {engine.config.layers} layers; the whole table of `preheat serve` with "
         f"{engine.config.slots} slots, --max-len {engine.config.max_len}, chunks of {engine.config.prefill_chunk}."
     )
-    return Table(f"{name}: compiling", columns, rows, note)
+    return Table(f"{name}: compiling" + (f" for {target}" if target else ""), columns, rows, note)
 
 
-def run(names: Sequence[str], sizes: Sizes, *, quick: bool = False) -> Report:
+def run(names: Sequence[str], sizes: Sizes, *, targets: Sequence[str] = (), quick: bool = False) -> Report:
     report = Report("benchmarks.engine", conditions(device=jax.devices()[0].device_kind))
     for index, name in enumerate(names):
         model = model_config(name)
         largest = sizes.batches[-1]
         config = layout(
-            model, slots=largest, max_len=512, batch_sizes=sizes.batches, prefill_buckets=tuple(sorted({PROMPT, sizes.bucket})),
+            model, slots=largest, max_len=512, batch_sizes=sizes.batches,
+            prefill_buckets=tuple(sorted({PROMPT, sizes.bucket})),
             prefill_chunk=max(PROMPT, sizes.bucket),
         )  # fmt: skip
         bare = make_engine(model, config, checkpoint=None if name in SHAPES else name)
@@ -195,24 +202,28 @@ def run(names: Sequence[str], sizes: Sizes, *, quick: bool = False) -> Report:
         weights = bare.engine._weights
         assert weights is not None
         if index == 0:
-            engines = [bare, bare] if quick else engines_by_max_len(model, weights, sizes)  # two more are two more compiles
+            engines = (
+                [bare, bare] if quick else engines_by_max_len(model, weights, sizes)
+            )  # two more are two more compiles
             table, missed = measure_max_len(engines, sizes, name)
             report.tables.append(table)
             report.missed += missed
             del bare, weights, engines
-            report.tables.append(measure_compiling(model, sizes, name))
+            for target in (None, *targets):
+                report.tables.append(measure_compiling(model, sizes, name, target))
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="llama-125m,smollm2-135m-instruct", help="comma-separated")
+    parser.add_argument("--targets", help="TPUs to compile for as well, as in v5e-1 (needs libtpu)")
     parser.add_argument("--rounds", type=int, default=Sizes.rounds)
     add_options(parser)
     parsed = parser.parse_args(arguments)
     sizes = QUICK if parsed.quick else Sizes(rounds=parsed.rounds)
     names = ["llama-tiny"] if parsed.quick else parsed.models.split(",")
-    report = run(names, sizes, quick=parsed.quick)
+    report = run(names, sizes, targets=parsed.targets.split(",") if parsed.targets else (), quick=parsed.quick)
     decoded = next(table for table in report.tables if "decode, " in table.title)
     return emit(report, parsed, bars(decoded, "tokens/s; ms; %"))
 

@@ -1,8 +1,9 @@
 """One file of float32 weights that every peer reads: GGUF.
 
-``python -m benchmarks.f32_gguf SOURCE TARGET``: ``SOURCE`` is a GGUF file, whose tensors are dequantized one by one and written
-with the same metadata (so they keep the order of rows that GGUF wants), or a name of ``benchmarks.bare_engine.SHAPES``, of which a model
-with random weights is made. Its tokenizer knows bytes and names for all other ids.
+``python -m benchmarks.f32_gguf SOURCE TARGET``: ``SOURCE`` is a GGUF file, whose tensors are dequantized one by one and
+written with the same metadata (so they keep the order of rows that GGUF wants), or a name of
+``benchmarks.bare_engine.SHAPES``, of which a model with random weights is made. Its tokenizer knows bytes and names for
+all other ids.
 """
 
 from __future__ import annotations

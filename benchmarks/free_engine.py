@@ -1,7 +1,7 @@
 """An engine of no cost: every verb returns at once, and the next token is always the same.
 
-With ``step_seconds`` it has a pace, as if there were a device: each step is done so long after the one before, or after it was
-dispatched, and `read` sleeps until then.
+With ``step_seconds`` it has a pace, as if there were a device: each step is done so long after the one before, or after
+it was dispatched, and `read` sleeps until then.
 
 What a server does with it is the server's own work: ``benchmarks/orchestrator.py`` measures that. Its layout and model
 are those of `engine.mock`; nothing is checked here, for checking is what the mock engine spends its time on.
@@ -46,11 +46,20 @@ class FreeEngine:
         with self._lock:
             self._prefixes += 1
 
-    def prefill(self, prefix: object, tokens: np.ndarray, start: int, sampling: SamplingParams, **more: Any) -> tuple[int, float]:
+    def prefill(
+        self, prefix: object, tokens: np.ndarray, start: int, sampling: SamplingParams, **more: Any
+    ) -> tuple[int, float]:
         return 1, 0.0
 
     def insert(
-        self, prefix: object, first: Any, slot: int, pages: np.ndarray, length: int, sampling: SamplingParams, **more: Any
+        self,
+        prefix: object,
+        first: Any,
+        slot: int,
+        pages: np.ndarray,
+        length: int,
+        sampling: SamplingParams,
+        **more: Any,
     ) -> None:
         pass
 

@@ -1,14 +1,16 @@
 """One script for a machine with a GPU (or TPU): what the engine reaches there, and what its starts cost.
 
-``python -m benchmarks.gpu [--shapes llama-1b,llama-8b]`` makes random weights in bfloat16 on the device and measures, for each shape:
+``python -m benchmarks.gpu [--shapes llama-1b,llama-8b]`` makes random weights in bfloat16 on the device and measures,
+for each shape:
 
-* decode tokens per second at batch 1, 8 and 64 (128 prompt tokens; ms a step and % of the memory bandwidth that this script measured), and
-  prefill tokens per second (% of the matrix-product peak it measured);
+* decode tokens per second at batch 1, 8 and 64 (128 prompt tokens; ms a step and % of the memory bandwidth that this
+  script measured), and prefill tokens per second (% of the matrix-product peak it measured);
 * the same decode steps with ahead-of-time executables (aot) and with the jitted functions (manual), in turn;
 * with ``--transformers-python P``, the same shape in Hugging Face transformers in the same rounds.
 
-Then four starts in processes of their own, of the first shape: cold and again, aot and manual, stage by stage: compile or load, weights (random ones, so
-only their making), allocation, first runs. ``--quick`` does all of it with a tiny shape, on any device.
+Then four starts in processes of their own, of the first shape: cold and again, aot and manual, stage by stage: compile
+or load, weights (random ones, so only their making), allocation, first runs. ``--quick`` does all of it with a tiny
+shape, on any device.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ STARTS = (("aot, cold", "aot"), ("aot, again", "aot"), ("manual, cold", "manual"
 def options(shape: str, batches: Sequence[int], bucket: int) -> dict[str, object]:
     """Of `preheat serve`, for the figures and the starts alike."""
     return {
-        "slots": batches[-1], "max_len": max(1024, bucket), "batch_sizes": tuple(batches), "prefill_buckets": (PROMPT, bucket),
+        "slots": batches[-1], "max_len": max(1024, bucket), "batch_sizes": tuple(batches),
+        "prefill_buckets": (PROMPT, bucket),
         "prefill_chunk": bucket, "dtype": "auto" if shape != "llama-tiny" else "float32",
     }  # fmt: skip
 
 
-def measure(shape: str, batches: Sequence[int], bucket: int, rounds: int, machine: Machine, peer: Worker | None) -> list[Table]:
+def measure(
+    shape: str, batches: Sequence[int], bucket: int, rounds: int, machine: Machine, peer: Worker | None
+) -> list[Table]:
     model = SHAPES[shape]
     config = layout(model, **options(shape, batches, bucket))
     aot = make_engine(model, config)
@@ -71,7 +76,9 @@ def measure(shape: str, batches: Sequence[int], bucket: int, rounds: int, machin
                 if number:
                     found[batch][mode].append(batch * STEPS / seconds)
                     if mode == "aot":
-                        ideal = step_bytes(model, engine.abstract_weights, aot.live(batch), itemsize) / machine.bandwidth()
+                        ideal = (
+                            step_bytes(model, engine.abstract_weights, aot.live(batch), itemsize) / machine.bandwidth()
+                        )
                         shares[batch].append(ideal * STEPS / seconds)
             if peer is not None:
                 prompts = [aot.prompt(PROMPT, row).tolist() for row in range(batch)]
@@ -91,13 +98,20 @@ def measure(shape: str, batches: Sequence[int], bucket: int, rounds: int, machin
         for batch, figures in found.items()
     ]  # fmt: skip
     columns = ("batch", *(f"{name}, tokens/s" for name in names), "aot, ms a step", "% of bandwidth")
-    note = f"{parameters(model) / 1e9:.2f} G parameters in {config.dtype}, {PROMPT} prompt + {STEPS} new tokens, medians of {rounds} rounds."
+    note = (
+        f"{parameters(model) / 1e9:.2f} G parameters in {config.dtype}, {PROMPT} prompt + {STEPS} new tokens, "
+        f"medians of {rounds} rounds."
+    )
     rate = statistics.median(prefill["aot"])
     share = 100 * prompt_operations(model, bucket) * rate / bucket / machine.matmul_peak()
     others = [statistics.median(values) for name, values in prefill.items() if name != "aot"]
     return [
         Table(f"{shape}: decode", columns, rows, note),
-        Table(f"{shape}: prefill", ("tokens", *(f"{name}, tokens/s" for name in prefill), "% of matmul peak"), [(bucket, rate, *others, share)]),
+        Table(
+            f"{shape}: prefill",
+            ("tokens", *(f"{name}, tokens/s" for name in prefill), "% of matmul peak"),
+            [(bucket, rate, *others, share)],
+        ),
     ]
 
 
@@ -143,11 +157,16 @@ def starts(shape: str, quick: bool) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         for name, mode in STARTS:
             command = [sys.executable, "-m", "benchmarks.gpu", "--child", mode, folder, "--shapes", shape]
-            done = subprocess.run([*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                [*command, *(["--quick"] if quick else [])], stdout=subprocess.PIPE, text=True, check=True
+            )
             stages = json.loads(done.stdout.splitlines()[-1])
             columns = list(stages)
             rows.append((name, *stages.values()))
-    note = "Seconds after imports, each start in a process of its own. Random weights are made by programs of their own, whose compiles are counted too."
+    note = (
+        "Seconds after imports, each start in a process of its own. Random weights are made by programs of their own, "
+        "whose compiles are counted too."
+    )
     return Table(f"{shape}: starts", ("start", *columns), rows, note)
 
 
@@ -166,17 +185,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mode, cache = parsed.child
         print(json.dumps(start_once(mode, Path(cache), shapes[0], batches, bucket)))
         return 0
-    device = jax.devices()[0]
-    report = Report("benchmarks.gpu", conditions(device=device.device_kind))
-    if not parsed.no_starts:  # before this process takes the device's memory
-        report.tables.append(starts(shapes[0], parsed.quick))
+    # Before this process takes the device's memory.
+    started = [] if parsed.no_starts else [starts(shapes[0], parsed.quick)]
+    report = Report("benchmarks.gpu", conditions(device=jax.devices()[0].device_kind), started)
     for shape in shapes:
         dtype = layout(SHAPES[shape], **options(shape, batches, bucket)).dtype
         with contextlib.ExitStack() as stack:
             peer = None
             if parsed.transformers_python:
                 try:
-                    peer = stack.enter_context(Worker(parsed.transformers_python, "benchmarks.peer_random", _shape_file(shape, stack)))
+                    peer = stack.enter_context(
+                        Worker(parsed.transformers_python, "benchmarks.peer_random", _shape_file(shape, stack))
+                    )
                 except Absent as error:
                     report.tables.append(Table("Not compared with", ("peer", "why"), [("transformers", str(error))]))
             machine = Machine(dtype, quick=parsed.quick)
@@ -199,7 +219,8 @@ def _shape_file(shape: str, stack: contextlib.ExitStack) -> Path:
     config = {
         "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
         "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim, "max_position_embeddings": model.max_position,
+        "num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim,
+        "max_position_embeddings": model.max_position,
         "tie_word_embeddings": model.tie_embeddings, "rms_norm_eps": model.norm_eps,
     }  # fmt: skip
     path = folder / "config.json"

@@ -1,8 +1,9 @@
 """Requests over HTTP (server-sent events) and gRPC, as they come and with a clock on every message.
 
 A `Door` sends one request and returns an `Answer`. `closed_loop` keeps so many clients busy; `poisson` lets requests
-arrive at a rate, however slow the answers are. `Summary` is what people want to know of the answers. The HTTP client reads the
-stream from its socket itself: a general client would use more CPU time than the server, and on the same cores.
+arrive at a rate, however slow the answers are. `Summary` is what people want to know of the answers. The HTTP client
+reads the stream from its socket itself: a general client would use more CPU time than the server, and on the same
+cores.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class HttpDoor:
         try:
             writer.write(
                 f"POST {self._path} HTTP/1.1\r\nhost: {self._host}\r\nconnection: close\r\n{self._headers}"
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+                + body
             )
             status = await reader.readline()
             headers = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -210,8 +212,8 @@ def synthetic_prompts(count: int, tokens: int, vocab: int, seed: int = 0) -> lis
 
 
 def file_prompts(path: Path, count: int) -> list[str]:
-    """Prompts of a file, from the beginning again if there are fewer: one in each line, as text, or as a JSON string or an
-    object with ``prompt`` in files that end with .jsonl."""
+    """Prompts of a file, from the beginning again if there are fewer: one in each line, as text, or as a JSON string or
+    an object with ``prompt`` in files that end with .jsonl."""
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise SystemExit(f"{path}: there are no prompts in it")

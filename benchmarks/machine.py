@@ -1,8 +1,9 @@
-"""What the machine can do: bytes read per second and floating-point operations per second, all cores or one accelerator.
+"""What the machine can do: bytes read per second and floating-point operations per second, all cores or one
+accelerator.
 
 A roofline says how fast a step could be if nothing but these counted (Williams et al., CACM 52/4, 2009). Both are
-measured, never taken from a data sheet, and measured again and again between the runs they are compared with, for a shared
-machine changes.
+measured, never taken from a data sheet, and measured again and again between the runs they are compared with, for a
+shared machine changes.
 """
 
 from __future__ import annotations

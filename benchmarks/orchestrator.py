@@ -1,14 +1,15 @@
 """What the host can do when the engine costs nothing: messages per second, CPU time per token and per step, idle cost.
 
 ``python -m benchmarks.orchestrator`` runs two servers, each in a process of its own: Preheat's gRPC server with its
-orchestrator on an engine of no cost (``benchmarks/free_engine.py``), and a bare ``grpc.aio`` server that streams a ready-made
-message of the same size over and over. A client reads 64 streams of one, then of the other, round after round. It does
-not parse what it reads, so that the servers are what is measured. The promise: at least half the bare server's messages per second.
+orchestrator on an engine of no cost (``benchmarks/free_engine.py``), and a bare ``grpc.aio`` server that streams a
+ready-made message of the same size over and over. A client reads 64 streams of one, then of the other, round after
+round. It does not parse what it reads, so that the servers are what is measured. The promise: at least half the bare
+server's messages per second.
 
-A stream that lags gets several tokens in one message, so messages and tokens are counted apart, and the engine is measured
-twice: at the pace of a fast device (2 ms a step), and as fast as it goes, where most messages carry several tokens. The CPU time of a
-step is that of the generate thread, which is what a device would wait for if it were not one step ahead.
-Afterwards nothing is asked for 10 seconds, and the process must use less than 0.1 s of CPU time.
+A stream that lags gets several tokens in one message, so messages and tokens are counted apart, and the engine is
+measured twice: at the pace of a fast device (2 ms a step), and as fast as it goes, where most messages carry several
+tokens. The CPU time of a step is that of the generate thread, which is what a device would wait for if it were not one
+step ahead. Afterwards nothing is asked for 10 seconds, and the process must use less than 0.1 s of CPU time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STEP_SECONDS = 0.002  # of the paced engine: 32,000 tokens per second with 64 st
 DECODE = "/jetstream_proto.Orchestrator/Decode"
 
 
-# --- the servers, each in a process of its own ---------------------------------------------------------------------------
+# --- the servers, each in a process of its own ----------------------------------------------------------------------
 
 
 def serve_orchestrator(streams: int, max_len: int, step_seconds: float) -> None:
@@ -57,7 +58,9 @@ def serve_orchestrator(streams: int, max_len: int, step_seconds: float) -> None:
     server = GrpcServer("free", metrics=metrics, slots=streams)
     server.start()
     orchestrator.start()
-    server.attach(orchestrator, tokenizer, ModelLimits("free", max_len, engine.model.vocab_size, tokenizer.eos_token_ids))
+    server.attach(
+        orchestrator, tokenizer, ModelLimits("free", max_len, engine.model.vocab_size, tokenizer.eos_token_ids)
+    )
     orchestrator.open()
     print(server.port, flush=True)
     for _ in sys.stdin:  # each line asks for the figures so far
@@ -91,7 +94,9 @@ def serve_bare() -> None:
 def _thread_seconds() -> dict[str, float]:
     """CPU time of each Python thread of this process (Linux)."""
     return {
-        thread.name: cpu_seconds(f"self/task/{thread.native_id}") for thread in threading.enumerate() if thread.native_id
+        thread.name: cpu_seconds(f"self/task/{thread.native_id}")
+        for thread in threading.enumerate()
+        if thread.native_id
     }
 
 
@@ -128,7 +133,7 @@ class Child:
         self.process.stdout.close()
 
 
-# --- the client ------------------------------------------------------------------------------------------------------------
+# --- the client -----------------------------------------------------------------------------------------------------
 
 
 async def read_streams(address: str, streams: int, tokens: int) -> tuple[int, float]:
@@ -154,8 +159,8 @@ PACED, FLAT_OUT, BARE = f"Preheat, {1e3 * STEP_SECONDS:g} ms a step", "Preheat, 
 
 @dataclasses.dataclass
 class Measured:
-    """``rounds`` are (messages/s, tokens/s, CPU us per token) by server; ``threads`` the CPU us of the paced orchestrator's threads per
-    step, of ``rows`` on average; ``idle`` the CPU seconds of its idle process."""
+    """``rounds`` are (messages/s, tokens/s, CPU us per token) by server; ``threads`` the CPU us of the paced
+    orchestrator's threads per step, of ``rows`` on average; ``idle`` the CPU seconds of its idle process."""
 
     rounds: dict[str, list[tuple[float, float, float]]]
     threads: list[tuple[str, float]]
@@ -203,14 +208,16 @@ def run(streams: int, tokens: int, rounds: int, idle: float) -> Report:
         shares[name] = [statistics.median(ours[place] / bare[place] for ours, bare in pairs) for place in (0, 1)]
         rows.append((name, *(statistics.median(values) for values in zip(*figures, strict=True)), *shares[name]))
     note = (
-        f"Medians of {rounds} interleaved rounds of {streams} streams of {tokens} tokens. Promised: at least {PROMISED_SHARE} of the "
-        "bare server's messages/s."
+        f"Medians of {rounds} interleaved rounds of {streams} streams of {tokens} tokens. "
+        f"Promised: at least {PROMISED_SHARE} of the bare server's messages/s."
     )
     report.tables.append(Table(f"{streams} streams without an engine's cost", columns, rows, note))
     share = max(shares[PACED][0], shares[FLAT_OUT][0])
     steps = [(name, cost, cost / measured.rows) for name, cost in measured.threads if cost >= 1]
     report.tables.append(
-        Table("Host cost of a decode step", ("thread", f"CPU us per step of {measured.rows:.0f} rows", "per token"), steps)
+        Table(
+            "Host cost of a decode step", ("thread", f"CPU us per step of {measured.rows:.0f} rows", "per token"), steps
+        )
     )
     idle_cpu = measured.idle
     generate = Table(
@@ -221,7 +228,9 @@ def run(streams: int, tokens: int, rounds: int, idle: float) -> Report:
     )
     report.tables.append(generate)
     nothing = [(f"{idle:.0f} s without a request", idle_cpu)]
-    report.tables.append(Table("Idle", ("", "CPU s of the process"), nothing, f"Promised: under {PROMISED_IDLE} s in 10 s."))
+    report.tables.append(
+        Table("Idle", ("", "CPU s of the process"), nothing, f"Promised: under {PROMISED_IDLE} s in 10 s.")
+    )
     if share < PROMISED_SHARE:
         report.missed.append(f"{share:.2f} of the bare server's messages per second, not {PROMISED_SHARE}")
     if idle_cpu >= PROMISED_IDLE:

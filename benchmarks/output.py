@@ -1,6 +1,7 @@
 """What all benchmarks print: tables in Markdown, the same as JSON, a picture, and the conditions they were taken under.
 
-A benchmark makes a `Report`; `add_options` gives it ``--quick``, ``--json`` and ``--png``, and `emit` does what they ask.
+A benchmark makes a `Report`; `add_options` gives it ``--quick``, ``--json`` and ``--png``, and `emit` does what they
+ask.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hugging Face transformers with random weights, made on the device: a worker of ``benchmarks/gpu.py``. Its model file is a
-``config.json`` of a Llama."""
+"""Hugging Face transformers with random weights, made on the device: a worker of ``benchmarks/gpu.py``. Its model file
+is a ``config.json`` of a Llama."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """The process of a peer: it reads jobs from its input and writes what they took to its output, a line of JSON each.
 
-Only Python's own library is needed here: a peer runs in the interpreter that has its packages. `Worker` is the other end.
+Only Python's own library is needed here: a peer runs in the interpreter that has its packages. `Worker` is the other
+end.
 
-Jobs: ``{"job": "decode", "prompts": [[ids], ...], "new": n}`` computes all prompts and then ``n`` tokens for each, side by side and greedy, and
-says the seconds of the ``n - 1`` steps and the tokens; ``{"job": "prefill", "prompt": [ids]}`` says the seconds to the first token.
+Jobs: ``{"job": "decode", "prompts": [[ids], ...], "new": n}`` computes all prompts and then ``n`` tokens for each, side
+by side and greedy, and says the seconds of the ``n - 1`` steps and the tokens; ``{"job": "prefill", "prompt": [ids]}``
+says the seconds to the first token.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": str(root)}
         try:
             self._process = subprocess.Popen(
-                [python, "-m", module, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                text=True, env=environment,
+                [python, "-m", module, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, env=environment,
             )  # fmt: skip
         except OSError as error:
             raise Absent(f"{python}: {error.strerror}") from None

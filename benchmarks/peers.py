@@ -1,15 +1,17 @@
 """Preheat against what people would use instead: same float32 weights, same prompts, in turn on the same cores.
 
-``python -m benchmarks.peers [--model M] [--transformers-python P] [--llama-cpp-python P] [--llama-server BINARY]`` compares, in rounds in
-which each runs once:
+``python -m benchmarks.peers [--model M] [--transformers-python P] [--llama-cpp-python P] [--llama-server BINARY]``
+compares, in rounds in which each runs once:
 
-* decode steps at batch 1, 8 and 32 (128 prompt + 64 new tokens) and prefill of 512: Preheat's engine, Hugging Face transformers, llama.cpp;
+* decode steps at batch 1, 8 and 32 (128 prompt + 64 new tokens) and prefill of 512: Preheat's engine, Hugging Face
+  transformers, llama.cpp;
 * whole requests over HTTP with 1 and 8 clients: Preheat's server with 8 slots and with 1, ``llama-server``;
-* Preheat's engine alone at 8 rows against the same through gRPC and through HTTP with server-sent events, while all 8 streams run.
+* Preheat's engine alone at 8 rows against the same through gRPC and through HTTP with server-sent events, while all 8
+  streams run.
 
-``P`` are interpreters that can import transformers with torch, and llama_cpp; a peer that is not there is named and left out. ``--model`` is a
-.gguf file or a name of ``benchmarks.bare_engine.SHAPES``; ``benchmarks.f32_gguf`` makes of it the one file that all read, in ``--work``.
-Every ratio is the median of the rounds' ratios.
+``P`` are interpreters that can import transformers with torch, and llama_cpp; a peer that is not there is named and
+left out. ``--model`` is a .gguf file or a name of ``benchmarks.bare_engine.SHAPES``; ``benchmarks.f32_gguf`` makes of
+it the one file that all read, in ``--work``. Every ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -153,7 +155,9 @@ class Comparison:
         return Table(title, columns, rows, note), missed
 
 
-def compare_engines(peers: dict[str, Peer], batches: Sequence[int], rounds: int, vocab: int, sizes: tuple[int, int, int]):
+def compare_engines(
+    peers: dict[str, Peer], batches: Sequence[int], rounds: int, vocab: int, sizes: tuple[int, int, int]
+):
     """Decode and prefill, in tokens per second; and whether all chose the same tokens at batch 1."""
     prompt, new, bucket = sizes
     found, first = Comparison(), {}
@@ -167,7 +171,9 @@ def compare_engines(peers: dict[str, Peer], batches: Sequence[int], rounds: int,
         long = synthetic_prompts(1, bucket, vocab, seed=1000 + number)[0]
         for name, peer in peers.items():
             found.add("prefill", name, bucket / peer.prefill(long))
-    agree = [len({tuple(tokens) for tokens in chosen.values()}) == 1 for (_, batch), chosen in first.items() if batch == 1]
+    agree = [
+        len({tuple(tokens) for tokens in chosen.values()}) == 1 for (_, batch), chosen in first.items() if batch == 1
+    ]
     return found, f"{sum(agree)} of {len(agree)} answers at batch 1 are the same from all, token by token."
 
 
@@ -198,7 +204,9 @@ def door_rate(make: Callable[[], Door], slots: int, vocab: int, seed: int, sizes
     return asyncio.run(go())
 
 
-def start_peers(parsed: argparse.Namespace, stack: contextlib.ExitStack, path: Path, batches, bucket) -> tuple[dict, list, list]:
+def start_peers(
+    parsed: argparse.Namespace, stack: contextlib.ExitStack, path: Path, batches, bucket
+) -> tuple[dict, list, list]:
     """The peers that are there; their versions; and why the others are not."""
     peers: dict[str, Peer] = {"Preheat": Preheat(path, batches, bucket)}
     versions, absent = [], []
@@ -268,16 +276,22 @@ def run(parsed: argparse.Namespace) -> Report:
                 for name, rate in rates.items():
                     doors.add(name, "through it", rate)
                     doors.add(name, "engine", engine)
-        table, missed = requests.table("Whole requests over HTTP by clients", "tokens/s", "Preheat", "; ".join(versions))
+        table, missed = requests.table(
+            "Whole requests over HTTP by clients", "tokens/s", "Preheat", "; ".join(versions)
+        )
         report.tables.append(table)
         report.missed += missed
         table, _ = doors.table(f"Through the doors, {slots} streams", "tokens/s", "through it")
         report.tables.append(table)
         for name, *_, ratio in table.rows:
             if ratio < PROMISED[name, "of the engine"]:  # type: ignore[operator]
-                report.missed.append(f"{name}: {ratio:.2f} of the engine's tokens/s, not {PROMISED[name, 'of the engine']}")
+                report.missed.append(
+                    f"{name}: {ratio:.2f} of the engine's tokens/s, not {PROMISED[name, 'of the engine']}"
+                )
     if absent:
-        report.tables.append(Table("Not compared with", ("peer", "why"), [tuple(line.split(": ", 1)) for line in absent]))
+        report.tables.append(
+            Table("Not compared with", ("peer", "why"), [tuple(line.split(": ", 1)) for line in absent])
+        )
     return report
 
 

@@ -1,8 +1,9 @@
 """Everything that ``docs/performance.md`` reports, in one run of about a quarter of an hour.
 
-``python -m benchmarks.performance [--out FOLDER] [--transformers-python P] [--llama-cpp-python P] [--llama-server BINARY]`` runs the other benchmarks one
-after the other, each in a process of its own, and prints their tables; JSON and charts go to ``FOLDER``. Nothing else should run on the machine
-meanwhile. It goes on when one of them misses a promise, and then ends with 1.
+``python -m benchmarks.performance [--out FOLDER] [--transformers-python P] [--llama-cpp-python P] [--llama-server
+BINARY]`` runs the other benchmarks one after the other, each in a process of its own, and prints their tables; JSON and
+charts go to ``FOLDER``. Nothing else should run on the machine meanwhile. It goes on when one of them misses a promise,
+and then ends with 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def commands(parsed: argparse.Namespace) -> dict[str, list[str]]:
         "orchestrator": ["benchmarks.orchestrator", "--rounds", "3"],
         "serve": ["benchmarks.serve", "--idle", "--warmup", "aot"],
         **{
-            f"peers-{model}": ["benchmarks.peers", "--model", model, *peers, *work, "--warmup", "aot"] for model in MODELS
+            f"peers-{model}": ["benchmarks.peers", "--model", model, *peers, *work, "--warmup", "aot"]
+            for model in MODELS
         },
     }
 
@@ -52,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = []
     for name, command in chosen.items():
         began = time.monotonic()
-        files = ["--json", str(parsed.out / f"{name}.json"), "--png", str(parsed.out / f"{name}.png")] if parsed.out else []
+        files = (
+            ["--json", str(parsed.out / f"{name}.json"), "--png", str(parsed.out / f"{name}.png")] if parsed.out else []
+        )
         quick = ["--quick"] if parsed.quick else []
         print(f"## python -m {' '.join(command)}\n", flush=True)
         if subprocess.run([sys.executable, "-m", *command, *files, *quick]).returncode:

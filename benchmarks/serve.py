@@ -1,13 +1,13 @@
 """A load generator: what clients of a server see.
 
-``python -m benchmarks.serve [options of preheat serve]`` starts a server and loads it; with ``--url`` or ``--grpc`` it loads
-one that is there (``--url`` may be any server with OpenAI's ``/v1/completions``). Requests are 128 random tokens long and ask for 64, or
-come from a file (``--prompts``). They come from so many clients that each wait for their answer (``--clients 1,8``: one run for each number),
-or at random at a rate (``--rate``, Poisson).
+``python -m benchmarks.serve [options of preheat serve]`` starts a server and loads it; with ``--url`` or ``--grpc`` it
+loads one that is there (``--url`` may be any server with OpenAI's ``/v1/completions``). Requests are 128 random tokens
+long and ask for 64, or come from a file (``--prompts``). They come from so many clients that each wait for their answer
+(``--clients 1,8``: one run for each number), or at random at a rate (``--rate``, Poisson).
 
-Reported for each run: time to first token, time per output token after the first, time between the messages of a stream (a message is a
-token, unless the client or the server lags), and tokens per second. ``--idle`` then leaves the server that was started alone for 10 seconds
-and reports the CPU time it used.
+Reported for each run: time to first token, time per output token after the first, time between the messages of a stream
+(a message is a token, unless the client or the server lags), and tokens per second. ``--idle`` then leaves the server
+that was started alone for 10 seconds and reports the CPU time it used.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = (
-    "run", "requests", "errors", "requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "per token p50 ms", "per token p99 ms",
-    "gap p50 ms", "gap p99 ms",
+    "run", "requests", "errors", "requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms",
+    "per token p50 ms", "per token p99 ms", "gap p50 ms", "gap p99 ms",
 )  # fmt: skip
 IDLE_SECONDS = 10.0
 PROMISED_IDLE = 0.1  # seconds of CPU time
@@ -114,7 +114,9 @@ def draw(summaries: dict[str, Summary]):
     """Distributions of time to first token and of gaps: what share took at most so long."""
 
     def fill(figure: Figure) -> None:
-        for place, (title, name) in enumerate((("time to first token", "first_token"), ("gap between messages", "gaps"))):
+        for place, (title, name) in enumerate(
+            (("time to first token", "first_token"), ("gap between messages", "gaps"))
+        ):
             axes = figure.add_subplot(1, 2, place + 1)
             for label, summary in summaries.items():
                 times = np.sort(1e3 * getattr(summary, name))

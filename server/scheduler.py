@@ -16,8 +16,9 @@ prefilled again later. The oldest sequence is never put back and always fits alo
 door), so it ends, and so does everybody. Admission leaves a page for each sequence that runs, lest the newcomer be put
 back at once.
 
-**Models whose keys depend on the length** of the whole sequence (`ModelConfig.follows_length`) share pages within one regime only.
-Where a growing sequence enters another regime in which all its keys change (longrope), it is put back and prefilled anew.
+**Models whose keys depend on the length** of the whole sequence (`ModelConfig.follows_length`) share pages within one
+regime only. Where a growing sequence enters another regime in which all its keys change (longrope), it is put back and
+prefilled anew.
 
 **Adapters** (LoRA) change keys and values, so sequences of different adapters share no pages either.
 
@@ -41,7 +42,6 @@ from engine.config import EngineConfig, ModelConfig
 from server.pages import OutOfPages, PagePool
 from server.prefix_cache import PrefixCache
 from server.sequence import Sequence, Stage
-
 
 _rank = operator.attrgetter("rank")
 

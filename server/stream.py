@@ -1,11 +1,11 @@
 """From the detokenize thread to one gRPC stream: `StreamSink` collects what a request produces until its stream can
 take it.
 
-The detokenize thread calls `delta`; it never waits for a client. The stream's coroutine awaits `ready` and takes all that has
-come since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a client that never
-reads is at most the request's own output, which ``max_tokens`` bounds. The streams of a step are woken together, by the
-`Waker` of their event loop; if the loop itself falls behind, for want of the interpreter lock, the detokenize thread waits
-for it, or all streams would get their tokens in bursts.
+The detokenize thread calls `delta`; it never waits for a client. The stream's coroutine awaits `ready` and takes all
+that has come since, as one message. A client that reads slowly so gets fewer, bigger messages, and what waits for a
+client that never reads is at most the request's own output, which ``max_tokens`` bounds. The streams of a step are
+woken together, by the `Waker` of their event loop; if the loop itself falls behind, for want of the interpreter lock,
+the detokenize thread waits for it, or all streams would get their tokens in bursts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Pending:
 class Waker:
     """Wakes streams of an event loop from another thread.
 
-    A call into a loop costs a system call and a turn of the loop. So only the first stream makes one, and those that follow
-    until the loop comes to it are woken by the same.
+    A call into a loop costs a system call and a turn of the loop. So only the first stream makes one, and those that
+    follow until the loop comes to it are woken by the same.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -75,8 +75,8 @@ class Waker:
                 self._turned.set()
 
     def wait(self) -> None:
-        """From another thread: until the streams that were woken have had their turn. Not for longer than a turn should take, and
-        only once if it does."""
+        """From another thread: until the streams that were woken have had their turn. Not for longer than a turn should
+        take, and only once if it does."""
         if not self._turned.wait(TURN_SECONDS):
             self._turned.set()
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs, as short as it can: what they say is looked at where it can be known, not how fast anything is."""
+"""Every benchmark runs, as short as it can. What it says is checked where it can be known, not how fast anything is."""
 
 import asyncio
 import json
@@ -26,9 +26,12 @@ TINY = SHAPES["llama-tiny"]
 def run(*command: str) -> str:
     """A benchmark in a process of its own, whose programs are compiled without optimizations."""
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu",
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=300
+    )
     assert done.returncode == 0
     return done.stdout
 
@@ -150,8 +153,8 @@ def test_peers_that_are_not_there(tmp_path):
 def test_report():
     table = Table("Title", ("name", "value"), [("a", 0.1234), ("b", 1234.5), ("c", None)], "A note.")
     assert Report("name", {"cores": 2}, [table], ["this"]).text() == (
-        "name: cores 2\n\n**Title**\n\n| name | value |\n| --- | --- |\n| a | 0.123 |\n| b | 1234 |\n| c | - |\n\nA note.\n\n"
-        "Not reached: this"
+        "name: cores 2\n\n**Title**\n\n| name | value |\n| --- | --- |\n| a | 0.123 |\n| b | 1234 |\n| c | - |\n\n"
+        "A note.\n\nNot reached: this"
     )
 
 
