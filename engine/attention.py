@@ -45,13 +45,13 @@ def attend_pages(
     *,
     scoring: Scoring = Scoring(),
     window: jax.Array | int | None = None,
-    sinks: jax.Array | None = None,  # [k, g], or different for each row: [b, k, g]
+    sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [b, k, g, head_dim]
     """Each row's queries attend to the first ``lengths`` tokens of its pages, or to the last ``window`` of these."""
     options = {"scoring": scoring, "window": window, "sinks": sinks}
 
     def attend(q: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
-        return _attend_rows(q, k_pages, v_pages, layer, page_table, lengths, **options)
+        return attend_rows(q, k_pages, v_pages, layer, page_table, lengths, **options)
 
     def attend_by_groups(*rows: jax.Array) -> jax.Array:
         groups = tuple(array.reshape(-1, CPU_ROWS, *array.shape[1:]) for array in rows)
@@ -62,8 +62,8 @@ def attend_pages(
     return jax.lax.platform_dependent(q, page_table, lengths, cpu=attend_by_groups, default=attend)
 
 
-def _attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, window, sinks) -> jax.Array:
-    """`attend_pages` for some of the rows; their longest context is the bound of all."""
+def attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, window, sinks) -> jax.Array:
+    """`attend_pages` for all rows at once: their longest context is the bound of all. Sinks may differ between rows: [b, k, g]."""
     batch, _, _, head_dim = q.shape
     page_size = k_pages.shape[3]
     block_pages = max(1, PAGES_BLOCK // page_size)

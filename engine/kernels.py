@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from engine.attention import Scoring, attend_pages, attend_prefix
+from engine.attention import Scoring, attend_pages, attend_prefix, attend_rows
 from engine.config import ConfigError, EngineConfig, ModelConfig
 
 PAGES_BLOCK = 512  # tokens of one row that a decode kernel reads at once, at most
@@ -186,7 +186,7 @@ def _attend_listed(
         if sinks is not None:
             sinks = jnp.tile(sinks, (q.shape[0], 1))[:, None]  # [b * k, 1, g]
         options = {"scoring": scoring, "window": window, "sinks": sinks}
-        out = attend_pages(rows[:, None], k_list[None, None], v_list[None, None], 0, table, lengths, **options)
+        out = attend_rows(rows[:, None], k_list[None, None], v_list[None, None], 0, table, lengths, **options)
     return out.reshape(q.shape)
 
 

@@ -86,7 +86,13 @@ def test_the_gpu_kernel_lowers():
     run = jax.jit(functools.partial(attend, scoring=Scoring(scale=0.1), window=None, sinks=None))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         traced = run.trace(of(4, 8, 4, HEAD_DIM), pool, pool, integers(), integers(4, 16), integers(4))
-        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        try:
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        except RuntimeError as error:
+            if "No supported GPU devices found" not in str(error):
+                raise
+            pytest.skip("since 0.12, JAX lowers for GPUs only where there is one")
+        assert "triton" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
@@ -135,9 +141,9 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
 def test_xla_over_the_list_of_pages():
     """Scanned layers, where no kernel fits: windows and sinks, heads on two devices."""
     layer, heads, group, window = 1, 2, 2, 20
-    lengths, table = np.array([70, 33], np.int32), np.array([[5, 2, 7, 0], [3, 6, 0, 0]], np.int32)
+    lengths, table = np.array([70, 33] * 8, np.int32), np.array([[5, 2, 7, 0], [3, 6, 0, 0]] * 8, np.int32)
     k_pages, v_pages = normal(0, 2, heads, 8, PAGE, HEAD_DIM), normal(1, 2, heads, 8, PAGE, HEAD_DIM)
-    q, sinks = normal(2, 2, heads, group, HEAD_DIM), normal(3, heads, group)
+    q, sinks = normal(2, len(lengths), heads, group, HEAD_DIM), normal(3, heads, group)
     run = jax.jit(functools.partial(Attention(mesh(2)).pages, scoring=Scoring(scale=0.1), sinks=sinks))
     out = np.asarray(run(q, k_pages, v_pages, np.int32(layer), table, lengths, window=np.int32(window)), np.float64)
     for row, length in enumerate(lengths):
