@@ -13,7 +13,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 def test_the_fields_of_a_request_in_the_log_are_described(caplog):
     with caplog.at_level(logging.INFO, "preheat.request"), serving() as server:
-        server.run(b"hello", 3)
+        server.run(b"hello", 3, adapter="poet")
         server.engine.fault("prefill", RuntimeError("broken"))
         server.submit(b"unlucky", 3)[1].wait()
         assert server.orchestrator.drain(WAIT)
