@@ -111,7 +111,9 @@ def open_adapter(name: str, path: pathlib.Path, model: ModelConfig) -> Adapter:
         module, half = _split_name(file, tensor)
         layer, target = _find(file, tensor, module, targets, model)
         if layer >= model.num_layers:
-            raise CheckpointError(f"{file.path}: tensor {tensor} is of layer {layer}, the model has {model.num_layers}; {fits}")
+            raise CheckpointError(
+                f"{file.path}: tensor {tensor} is of layer {layer}, the model has {model.num_layers}; {fits}"
+            )
         pairs.setdefault((layer, module, target), {})[half] = tensor
     if not pairs:
         raise CheckpointError(f"{file.path} has no tensors: the adapter was saved wrong, save it again")
@@ -119,15 +121,16 @@ def open_adapter(name: str, path: pathlib.Path, model: ModelConfig) -> Adapter:
     for (layer, module, target), tensors in pairs.items():
         if missing := {"A", "B"} - tensors.keys():
             raise CheckpointError(
-                f"{file.path} has no tensor {PREFIX}{module}.lora_{missing.pop()}.weight: the file is incomplete, download it again"
+                f"{file.path} has no tensor {PREFIX}{module}.lora_{missing.pop()}.weight: the file is incomplete, "
+                "download it again"
             )
         rank = config.rank(module)
         for half, shape in (("A", (rank, target.columns)), ("B", (sum(target.rows), rank))):
             found = file.entries[tensors[half]].shape
             if found != shape:
                 raise CheckpointError(
-                    f"{file.path}: tensor {tensors[half]} has shape {list(found)}, where {list(shape)} is needed (rank {rank} by "
-                    f"{CONFIG}, the rest by the model); {fits}"
+                    f"{file.path}: tensor {tensors[half]} has shape {list(found)}, where {list(shape)} is needed "
+                    f"(rank {rank} by {CONFIG}, the rest by the model); {fits}"
                 )
         modules.setdefault(layer, []).append(_Module(target, tensors["A"], tensors["B"], rank, config.scale(module)))
     return Adapter(name, path, config.base, {layer: tuple(found) for layer, found in modules.items()}, file)
@@ -252,7 +255,9 @@ class _File:
         self._map, self.entries = read_header(path)
         for name, entry in self.entries.items():
             if entry.dtype not in DTYPES:
-                raise CheckpointError(f"{path}: tensor {name} has dtype {entry.dtype}; adapters of {', '.join(DTYPES)} can be loaded")
+                raise CheckpointError(
+                    f"{path}: tensor {name} has dtype {entry.dtype}; adapters of {', '.join(DTYPES)} can be loaded"
+                )
 
     def read(self, name: str) -> np.ndarray:
         entry = self.entries[name]
@@ -267,13 +272,17 @@ class _Config:
         try:
             self.values = json.loads(file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{file} does not exist: give the directory of an adapter that PEFT has saved") from None
+            raise CheckpointError(
+                f"{file} does not exist: give the directory of an adapter that PEFT has saved"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
         if not isinstance(self.values, dict):
-            raise CheckpointError(f"{file} holds {type(self.values).__name__} where an object is expected; download it again")
+            raise CheckpointError(
+                f"{file} holds {type(self.values).__name__} where an object is expected; download it again"
+            )
         self._check()
 
     def _check(self) -> None:
@@ -322,7 +331,8 @@ class _Config:
     def _number(self, name: str, value: object, *, integer: bool = False) -> None:
         allowed = int if integer else (int, float)
         if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
-            raise CheckpointError(f"{self.file}: {name} is {value!r}; a positive {'integer' if integer else 'number'} is needed")
+            needed = "integer" if integer else "number"
+            raise CheckpointError(f"{self.file}: {name} is {value!r}; a positive {needed} is needed")
 
     def _fail(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {name} is {self.values.get(name)!r}, {why}")

@@ -2,8 +2,9 @@
 
 The cache is a tree. A node is one full page; the path from the root to it spells every token up to the end of that
 page, which is what its keys and values depend on. A child is found by the tokens of its page, in a dict: the hash finds
-it, the comparison of all tokens along the path rules out collisions. Where keys and values also depend on something else, there is one tree
-for each ``regime``: the adapter, and with some models how long the whole prompt is (`ModelConfig.regime`).
+it, the comparison of all tokens along the path rules out collisions. Where keys and values also depend on something
+else, there is one tree for each ``regime``: the adapter, and with some models how long the whole prompt is
+(`ModelConfig.regime`).
 
 The scheduler calls `match` when a sequence is admitted and holds the pages it gets; `store` after the sequence's pages
 have been written by an `insert` that was dispatched, and again with the generated tokens when the sequence ends. Pages

@@ -67,7 +67,9 @@ def requests_of(config: EngineConfig, vocab_size: int, adapters: Sequence[str] =
     return waves
 
 
-def prove(client: Client, config: EngineConfig, vocab_size: int, guard: Guard, *, full: bool, adapters: Sequence[str] = ()) -> int:
+def prove(
+    client: Client, config: EngineConfig, vocab_size: int, guard: Guard, *, full: bool, adapters: Sequence[str] = ()
+) -> int:
     """Sends the proof's requests; returns how many.
 
     Args:

@@ -107,7 +107,9 @@ def open_adapters(config: ServeConfig, model: ModelConfig) -> tuple[Adapter, ...
     for adapter in adapters:
         base, served = (re.sub(r"[^a-z0-9]", "", Path(name).name.lower()) for name in (adapter.base, config.model))
         if base not in served and served not in base:
-            logger.warning("the adapter %s was trained on %s; it fits %s, but may not suit it", adapter.name, adapter.base, config.model)
+            logger.warning(
+                "the adapter %s was trained on %s; it fits %s, but may not suit it", adapter.name, adapter.base, config.model
+            )
     return adapters
 
 
