@@ -2,13 +2,15 @@
 
 The abstract tree says which arrays there are, in which shape, dtype and sharding; the family says which tensors of the
 checkpoint make each of them. Every array is put together on the host in its final dtype and handed to the device at
-once, so beside the weights themselves only the arrays in flight (one per thread) are held. Nothing here compiles: numpy
-and ``jax.device_put`` only.
+once, so beside the weights themselves only the arrays in flight (one per thread) are held. What was copied from a mapped
+file is unmapped again, block by block, or the process would seem to hold the weights twice. Nothing here compiles:
+numpy and ``jax.device_put`` only.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from engine.weights import LayerWeights, Weights
 
 Fill = Callable[[np.ndarray], None]  # writes one array of the tree, in place
 THREADS = 4  # at most; each holds one array on the host
+BLOCK = 32 * 2**20  # bytes of a file that are copied before they are released
 ALIGNMENT = 64  # bytes; so aligned, the CPU backend takes a host array over without copying it
 
 
@@ -85,6 +88,22 @@ def load_weights(
     return structure.unflatten(arrays)
 
 
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """A tensor of the checkpoint, yet to be read."""
+
+    values: Callable[[], np.ndarray]
+    release: Callable[[], None]  # its pages, as far as they have been touched
+
+    def copy(self, out: np.ndarray, arrange: Callable[[np.ndarray], np.ndarray] = lambda values: values) -> None:
+        """Writes ``arrange`` of it, a view in the shape of ``out``."""
+        values = arrange(self.values())
+        rows = max(1, BLOCK * len(values) // max(1, values.nbytes))
+        for begin in range(0, len(values), rows):
+            np.copyto(out[begin : begin + rows], values[begin : begin + rows], casting="unsafe")
+            self.release()
+
+
 class Reader:
     """Reads tensors by name, checks their shapes first, and remembers which are used."""
 
@@ -93,10 +112,10 @@ class Reader:
         self.available = set(checkpoint.names())
         self.expected: dict[str, tuple[int, ...]] = {}
 
-    def tensor(self, name: str, *shape: int) -> Callable[[], np.ndarray]:
-        """A function that reads the tensor; the shape is what the config promises."""
+    def tensor(self, name: str, *shape: int) -> Read:
+        """What reads the tensor; the shape is what the config promises."""
         self.expected[name] = shape
-        return lambda: self.checkpoint.read(name)
+        return Read(lambda: self.checkpoint.read(name), lambda: self.checkpoint.release(name))
 
     def check(self, family: Family, model: ModelConfig) -> None:
         """Raises for tensors that are missing, of another shape, or not used."""
@@ -136,15 +155,14 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-Read = Callable[[], np.ndarray]
-
-
 def _copy(read: Read, offset: float = 0.0) -> Fill:
     """Fills a whole array with one tensor, ``offset`` added in float32."""
 
+    def arrange(values: np.ndarray) -> np.ndarray:
+        return values.astype(np.float32) + np.float32(offset) if offset else values
+
     def fill(out: np.ndarray) -> None:
-        values = read().reshape(out.shape)
-        np.copyto(out, values.astype(np.float32) + np.float32(offset) if offset else values, casting="unsafe")
+        read.copy(out, lambda values: arrange(values).reshape(out.shape))
 
     return fill
 
@@ -163,8 +181,8 @@ def _fuse_gate_up(gate: Read, up: Read) -> Fill:
     """Fills [2, ffn, ...]."""
 
     def fill(out: np.ndarray) -> None:
-        np.copyto(out[0], gate(), casting="unsafe")
-        np.copyto(out[1], up(), casting="unsafe")
+        gate.copy(out[0])
+        up.copy(out[1])
 
     return fill
 
@@ -176,9 +194,9 @@ def _fuse_qkv(q: Read, k: Read, v: Read) -> Fill:
 
     def fill(out: np.ndarray) -> None:
         kv_heads, rows = out.shape[:2]
-        np.copyto(out[:, :-2], q().reshape(kv_heads, rows - 2, *out.shape[2:]), casting="unsafe")
-        np.copyto(out[:, -2], k().reshape(kv_heads, *out.shape[2:]), casting="unsafe")
-        np.copyto(out[:, -1], v().reshape(kv_heads, *out.shape[2:]), casting="unsafe")
+        q.copy(out[:, :-2], lambda values: values.reshape(kv_heads, rows - 2, *out.shape[2:]))
+        for place, read in ((-2, k), (-1, v)):
+            read.copy(out[:, place], lambda values: values.reshape(kv_heads, *out.shape[2:]))
 
     return fill
 
@@ -187,8 +205,8 @@ def _split(read: Read, fuse: Callable[..., Fill], *sizes: int) -> Fill:
     """Fills from one tensor whose rows are several modules' one after the other. It is read once."""
 
     def fill(out: np.ndarray) -> None:
-        parts = np.split(read(), np.cumsum(sizes)[:-1])
-        fuse(*[lambda part=part: part for part in parts])(out)
+        parts = np.split(read.values(), np.cumsum(sizes)[:-1])
+        fuse(*[Read(lambda part=part: part, read.release) for part in parts])(out)
 
     return fill
 
@@ -197,9 +215,9 @@ def _by_turns(read: Read) -> Fill:
     """Fills [experts, 2, ffn, ...] from [experts, ..., 2 * ffn], gate and up by turns."""
 
     def fill(out: np.ndarray) -> None:
-        stored = read()
-        np.copyto(out[:, 0], np.moveaxis(stored[..., ::2], -1, 1), casting="unsafe")
-        np.copyto(out[:, 1], np.moveaxis(stored[..., 1::2], -1, 1), casting="unsafe")
+        both = Read(lambda stored=read.values(): stored, read.release)  # read, and perhaps dequantized, once
+        both.copy(out[:, 0], lambda stored: np.moveaxis(stored[..., ::2], -1, 1))
+        both.copy(out[:, 1], lambda stored: np.moveaxis(stored[..., 1::2], -1, 1))
 
     return fill
 
@@ -208,7 +226,7 @@ def _transposed(read: Read) -> Fill:
     """Fills [experts, out, ...] from [experts, ..., out]."""
 
     def fill(out: np.ndarray) -> None:
-        np.copyto(out, np.moveaxis(read(), -1, 1), casting="unsafe")
+        read.copy(out, lambda stored: np.moveaxis(stored, -1, 1))
 
     return fill
 

@@ -51,6 +51,9 @@ class Checkpoint(Protocol):
         The array may be a read-only view of a memory-mapped file.
         """
 
+    def release(self, name: str) -> None:
+        """What was read of a tensor need not stay in memory; arrays of it remain valid and are read again if used."""
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a ``.gguf`` file, or a directory with ``config.json`` and ``*.safetensors``.

@@ -18,6 +18,7 @@ from engine.checkpoints.dequantize import dequantize
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf_architectures import ARCHITECTURES
 from engine.checkpoints.gguf_file import GgufFile
+from engine.checkpoints.mapped import release_pages
 
 MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -59,6 +60,10 @@ class GgufCheckpoint:
 
     def file(self, name: str) -> pathlib.Path:
         return self.path
+
+    def release(self, name: str) -> None:
+        tensor = self.gguf.tensors[self._place(name)[0]]
+        release_pages(self.gguf.data, tensor.offset, tensor.offset + tensor.size)
 
     def read(self, name: str) -> np.ndarray:
         gguf_name, expert = self._place(name)

@@ -92,6 +92,9 @@ class QuantizedCheckpoint:
         codes = self._codes(name)
         return _scaled(codes, self._scales(name, codes.shape))
 
+    def release(self, name: str) -> None:
+        self._inner.release(self._stored(name))
+
     def _stored(self, name: str) -> str:
         return name + ("_packed" if name in self._packed else "_blocks" if name in self._mxfp4 else "")
 

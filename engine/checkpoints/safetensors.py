@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from engine.checkpoints.errors import CheckpointError
+from engine.checkpoints.mapped import release_pages
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -104,6 +105,10 @@ class SafetensorsCheckpoint:
             )
         count = math.prod(entry.shape)
         return np.frombuffer(self._maps[entry.file], dtype, count, entry.begin).reshape(entry.shape)
+
+    def release(self, name: str) -> None:
+        entry = self._entry(name)
+        release_pages(self._maps[entry.file], entry.begin, entry.end)
 
     def dtype(self, name: str) -> str:
         """As the header spells it."""
