@@ -157,8 +157,8 @@ class BareEngine:
     def start(self, tokens: np.ndarray, slot: int) -> int:
         """Puts a prompt into a slot; returns its first token."""
         config = self.engine.config
-        first_page = 1 + slot * config.pages_per_slot  # each slot has pages of its own
-        pages = list(range(first_page, first_page + config.pages_per_slot))
+        per_slot = (config.kv_pages - 1) // config.slots  # each slot has pages of its own
+        pages = list(range(1 + slot * per_slot, 1 + (slot + 1) * per_slot))
         prefix, step = self._prefill(tokens)
         used = np.array(pages[: -(-len(tokens) // config.page_size)], np.int32)
         self.engine.insert(prefix, step, slot, used, len(tokens), GREEDY)

@@ -119,18 +119,17 @@ def measure_steps(bare: BareEngine, machine: Machine, sizes: Sizes, name: str) -
 
 
 def engines_by_max_len(model: ModelConfig, weights: Weights, sizes: Sizes) -> list[BareEngine]:
+    """Engines that differ in what a sequence may become. Their pools hold what is live and no more, to save memory."""
     slots = min(8, sizes.batches[-1])
-    return [
-        make_engine(
-            model,
-            layout(
-                model, slots=slots, max_len=max_len, batch_sizes=tuple(sorted({1, slots})), prefill_buckets=(LIVE,),
-                prefill_chunk=LIVE,
-            ),
-            weights=weights,
-        )
-        for max_len in sizes.max_lens
-    ]  # fmt: skip
+    engines = []
+    for max_len in sizes.max_lens:
+        config = layout(
+            model, slots=slots, max_len=max_len, batch_sizes=tuple(sorted({1, slots})), prefill_buckets=(LIVE,),
+            prefill_chunk=LIVE,
+        )  # fmt: skip
+        pages = 1 + slots * -(-2 * LIVE // config.page_size)
+        engines.append(make_engine(model, dataclasses.replace(config, kv_pages=pages), weights=weights))
+    return engines
 
 
 def measure_max_len(engines: Sequence[BareEngine], sizes: Sizes, name: str) -> tuple[Table, list[str]]:
@@ -197,8 +196,8 @@ def run(names: Sequence[str], sizes: Sizes, *, targets: Sequence[str] = (), quic
                 ("matrix product, GFlop/s", statistics.median(machine.matmul_peak() for _ in range(3)) / 1e9),
             ]
             report.tables.append(Table("The machine, all cores", ("", "measured"), figures))
-        report.tables += [decoded, prefilled]
-        report.missed += missed
+        report.add(decoded, missed)
+        report.add(prefilled)
         weights = bare.engine._weights
         assert weights is not None
         if index == 0:
@@ -206,11 +205,10 @@ def run(names: Sequence[str], sizes: Sizes, *, targets: Sequence[str] = (), quic
                 [bare, bare] if quick else engines_by_max_len(model, weights, sizes)
             )  # two more are two more compiles
             table, missed = measure_max_len(engines, sizes, name)
-            report.tables.append(table)
-            report.missed += missed
+            report.add(table, missed)
             del bare, weights, engines
             for target in (None, *targets):
-                report.tables.append(measure_compiling(model, sizes, name, target))
+                report.add(measure_compiling(model, sizes, name, target))
     return report
 
 

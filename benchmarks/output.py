@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +46,12 @@ class Report:
     conditions: dict[str, Cell]
     tables: list[Table] = dataclasses.field(default_factory=list)
     missed: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, table: Table, missed: Sequence[str] = ()) -> None:
+        """A table, and promises that it shows to be missed. It is shown on standard error at once: a run may take minutes."""
+        self.tables.append(table)
+        self.missed += missed
+        print(f"{table.text()}\n", file=sys.stderr, flush=True)
 
     def text(self) -> str:
         conditions = ", ".join(f"{name} {_shown(value)}" for name, value in self.conditions.items())

@@ -239,8 +239,7 @@ def run(parsed: argparse.Namespace) -> Report:
         found, agreement = compare_engines(peers, batches, rounds, vocab, sizes)
         note = f"Medians of {rounds} rounds, float32. {'; '.join(versions)}. {agreement}"
         table, missed = found.table(f"Decode by batch and prefill of {sizes[2]}", "tokens/s", "Preheat", note)
-        report.tables.append(table)
-        report.missed += missed
+        report.add(table, missed)
         bare = peers["Preheat"]
         for name, peer in peers.items():
             if name != "Preheat":
