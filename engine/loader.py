@@ -2,9 +2,9 @@
 
 The abstract tree says which arrays there are, in which shape, dtype and sharding; the family says which tensors of the
 checkpoint make each of them. Every array is put together on the host in its final dtype and handed to the device at
-once, so beside the weights themselves only the arrays in flight (one per thread) are held. What was copied from a mapped
-file is unmapped again, block by block, or the process would seem to hold the weights twice. Nothing here compiles:
-numpy and ``jax.device_put`` only.
+once, so beside the weights themselves only the arrays in flight (one per thread) are held. What was copied from a
+mapped file is unmapped again, block by block, or the process would seem to hold the weights twice. Nothing here
+compiles: numpy and ``jax.device_put`` only.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def load_weights(
     *,
     cache: ArrayCache | None = None,
 ) -> Weights:
-    """The weights on their devices; ``adapters`` are those that the abstract weights have room for. Arrays that ``cache`` has are
-    not made from the checkpoint again; others are kept there.
+    """The weights on their devices; ``adapters`` are those that the abstract weights have room for. Arrays that ``cache``
+    has are not made from the checkpoint again; others are kept there.
 
     Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says,
     or is one that the model does not use.

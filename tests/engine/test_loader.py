@@ -5,6 +5,7 @@ are named.
 import json
 import pathlib
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from engine.checkpoints import CheckpointError, open_checkpoint
 from engine.config import EngineConfig, ModelConfig
 from engine.families import load_config
-from engine.loader import load_weights
+from engine.loader import BLOCK, Read, load_weights
 from engine.sharding import make_mesh
 from engine.weights import Weights, abstract_weights
 from server.models import DEFAULT_MODEL, resolve_model
@@ -213,3 +214,32 @@ def test_a_stale_shard_beside_the_model(tmp_path):
     save_file({"old.weight": np.ones(1, np.float32)}, tmp_path / "m" / "model-00001-of-00003.safetensors")
     with pytest.raises(CheckpointError, match="old.weight"):
         load(tmp_path / "m")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_was_copied_of_a_mapped_file_is_unmapped(tmp_path):
+    """Also within a tensor that is larger than a block; its values stay right."""
+    values = np.random.default_rng(0).standard_normal((3 * BLOCK // 4096, 1024), np.float32)
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    mapped, most = checkpoint.read("a"), 0
+    out = np.empty_like(values)
+
+    def release():
+        nonlocal most
+        most = max(most, mapped_bytes(tmp_path / "model.safetensors"))
+        checkpoint.release("a")
+
+    Read(lambda: mapped, release).copy(out)
+    assert np.array_equal(out, values) and np.array_equal(mapped[-1], values[-1])
+    assert BLOCK <= most < 2 * BLOCK  # a block, and what the kernel maps ahead
+    checkpoint.release("a")
+    assert mapped_bytes(tmp_path / "model.safetensors") == 0
+
+
+def mapped_bytes(file) -> int:
+    """Resident bytes of a mapped file."""
+    lines = pathlib.Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(place for place, line in enumerate(lines) if line.endswith(str(file)))
+    return next(int(line.split()[1]) * 1024 for line in lines[begin:] if line.startswith("Rss:"))
