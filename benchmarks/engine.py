@@ -155,8 +155,8 @@ def measure_max_len(engines: Sequence[BareEngine], sizes: Sizes, name: str) -> t
 
 
 def measure_compiling(model: ModelConfig, sizes: Sizes, name: str, target: str | None = None) -> Table:
-    """The table of programs of the default server, by number of layers; CPU time of all cores together. ``target``: for a
-    TPU that is not here."""
+    """The table of programs of the default server, by number of layers; CPU time of all cores together. ``target``: for
+    a TPU that is not here."""
     devices = jax.devices()[:1] if target is None else target_devices(parse_target(target), 1)
     platform, rows = devices[0].platform, []
     for layers in sizes.layers:

@@ -48,7 +48,7 @@ class Report:
     missed: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, table: Table, missed: Sequence[str] = ()) -> None:
-        """A table, and promises that it shows to be missed. It is shown on standard error at once: a run may take minutes."""
+        """A table, and promises that it shows to be missed. Shown on standard error at once: a run may take minutes."""
         self.tables.append(table)
         self.missed += missed
         print(f"{table.text()}\n", file=sys.stderr, flush=True)
