@@ -1,4 +1,4 @@
-"""lm-eval itself against a served checkpoint whose log-probs are known: ``local-completions``, ``local-chat-completions``.
+"""lm-eval itself against a served checkpoint whose log-probs are known, over completions and chat.
 
 lm-eval lives in an environment of its own (``make test-clients`` makes it: 100 packages, 970 MB); without that, these
 tests are skipped. The task is local data; what lm-eval reports is compared with sums over the table that the
