@@ -17,6 +17,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from engine.quantization import Quantized, dequantize
+
 PAGES_BLOCK = 128  # tokens of each row visited at once in decode
 CPU_ROWS = 8  # rows visited at once in decode on CPU: what is gathered for them stays in its caches
 PREFIX_BLOCK = 256  # tokens visited at once in prefill
@@ -37,8 +39,8 @@ class Scoring:
 
 def attend_pages(
     q: jax.Array,  # [b, k, g, head_dim]
-    k_pages: jax.Array,  # [n, k, kv_pages, page_size, head_dim]
-    v_pages: jax.Array,
+    k_pages: jax.Array | Quantized,  # [n, k, kv_pages, page_size, head_dim]
+    v_pages: jax.Array | Quantized,
     layer: jax.Array | int,  # which of the n
     page_table: jax.Array,  # int32 [b, table width]
     lengths: jax.Array,  # int32 [b]: live tokens of each row, the current one included; 0 for padded rows
@@ -64,19 +66,19 @@ def attend_pages(
 
 def attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, window, sinks) -> jax.Array:
     """`attend_pages` for all rows at once: their longest context is the bound of all. Sinks may differ between rows: [b, k, g]."""
-    batch, _, _, head_dim = q.shape
+    batch = q.shape[0]
     page_size = k_pages.shape[3]
     block_pages = max(1, PAGES_BLOCK // page_size)
     block = block_pages * page_size
 
-    def gather(pages: jax.Array, table: jax.Array) -> jax.Array:  # -> [b, k, block, head_dim]
+    def gather(pages: jax.Array, table: jax.Array) -> jax.Array:  # -> [b, k, block, ...]
         # One gather per head, so that a split over heads stays local to its device.
         take = jax.vmap(lambda head: head.at[layer, table].get(mode="promise_in_bounds"), in_axes=1, out_axes=1)
-        return take(pages).reshape(batch, -1, block, head_dim)
+        return take(pages).reshape(batch, -1, block, *pages.shape[4:])
 
     def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
         table = jax.lax.dynamic_slice_in_dim(page_table, i * block_pages, block_pages, axis=1)
-        keys, values = gather(k_pages, table), gather(v_pages, table)
+        keys, values = jax.tree.map(lambda pages: gather(pages, table), (k_pages, v_pages))
         at = i * block + jnp.arange(block)
         live = at[None, :] < lengths[:, None]  # [b, block]
         if window is not None:
@@ -94,8 +96,8 @@ def attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, win
 
 def attend_prefix(
     q: jax.Array,  # [t, k, g, head_dim]
-    keys: jax.Array,  # [n, k, capacity, head_dim]
-    values: jax.Array,
+    keys: jax.Array | Quantized,  # [n, k, capacity, head_dim]
+    values: jax.Array | Quantized,
     layer: jax.Array | int,  # which of the n
     positions: jax.Array,  # int32 [t]: of the queries; each attends to itself and to what came before
     length: jax.Array,  # int32: live tokens of the prefix, this chunk's included
@@ -105,13 +107,14 @@ def attend_prefix(
     sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [t, k, g, head_dim]
     """The queries of one chunk attend causally to a prefix that holds their own keys and values already."""
-    _, heads, capacity, head_dim = keys.shape
+    _, heads, capacity, _ = keys.shape
     block = min(PREFIX_BLOCK, capacity)
     tokens = q.shape[0]
     q = q.transpose(1, 2, 0, 3)  # [k, g, t, head_dim]
 
-    def slice_block(buffer: jax.Array, start: jax.Array) -> jax.Array:  # -> [k, block, head_dim]
-        return jax.lax.dynamic_slice(buffer, (layer, 0, start, 0), (1, heads, block, head_dim))[0]
+    def slice_block(buffer: jax.Array, start: jax.Array) -> jax.Array:  # -> [k, block, ...]
+        rest = buffer.shape[3:]
+        return jax.lax.dynamic_slice(buffer, (layer, 0, start, *[0] * len(rest)), (1, heads, block, *rest))[0]
 
     def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
         # The last block of a capacity that is no multiple of it starts early; its first tokens were visited before.
@@ -120,13 +123,14 @@ def attend_prefix(
         live = (at[None, :] <= positions[:, None]) & (at[None, :] >= i * block)  # [t, block]
         if window is not None:
             live &= at[None, :] > positions[:, None] - window
-        return _accumulate(scoring, carry, q, slice_block(keys, start), slice_block(values, start), live[None, None])
+        visited = jax.tree.map(lambda buffer: slice_block(buffer, start), (keys, values))
+        return _accumulate(scoring, carry, q, *visited, live[None, None])
 
     first = 0 if window is None else jnp.maximum(positions[0] + 1 - window, 0) // block  # the first query sees furthest back
     blocks = (length + block - 1) // block
     start = _start(q, None if sinks is None else sinks[:, :, None])
     out = _finish(jax.lax.fori_loop(first, blocks, visit, start), q.dtype)  # [k, g, t, head_dim]
-    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, -1, head_dim)
+    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, -1, out.shape[-1])
 
 
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maximum [...], sum [...], and weighted values [..., head_dim]
@@ -141,10 +145,16 @@ def _start(q: jax.Array, sinks: jax.Array | None) -> _Softmax:
 
 
 def _accumulate(
-    scoring: Scoring, carry: _Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, live: jax.Array
+    scoring: Scoring,
+    carry: _Softmax,
+    q: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    live: jax.Array,
 ) -> _Softmax:
     """Takes in one block. q [*batch, rows..., d] and keys, values [*batch, s, d] share their leading batch dimensions."""
     maximum, total, weighted = carry
+    keys, values = dequantize(keys, q.dtype), dequantize(values, q.dtype)
     batch = "bk" if keys.ndim == 4 else "k"
     rows = "g" if keys.ndim == 4 else "gt"
     scores = jnp.einsum(f"{batch}{rows}d,{batch}sd->{batch}{rows}s", q, keys, preferred_element_type=jnp.float32)

@@ -171,7 +171,8 @@ class EngineConfig:
     page_size: int = 32
     prefixes: int = 2
     dtype: Literal["float32", "bfloat16"] = "float32"
-    quantize: Literal["none", "int8"] = "none"
+    quantize: Literal["none", "int8"] = "none"  # of the layers' matrices
+    kv_dtype: Literal["auto", "int8"] = "auto"  # of keys and values, stored; auto: ``dtype``
     tp: int = 1
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
     attention: Literal["xla", "pallas"] = "xla"  # likewise: see `attention_choice`

@@ -22,6 +22,7 @@ from flax import struct
 from engine import model as decoder
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
+from engine.quantization import Quantized, quantize
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
 from engine.state import DecodeState, Pools, Prefix, mask_words
 from engine.weights import LayerWeights, Weights
@@ -49,9 +50,12 @@ class PrefixCache:
         out = self.attention.prefix(q, keys, values, layer, self.positions, self.length, **options)
         return (keys, values), _narrow(out, head_dim)
 
-    def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
-        update = rows.astype(pool.dtype).transpose(1, 0, 2)[None]  # [1, kv_heads, rows, head_dim]
-        return jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.start, 0))
+    def _store(self, pool: Pool, layer: jax.Array | int, rows: jax.Array) -> Pool:
+        def store(pool: jax.Array, rows: jax.Array) -> jax.Array:  # [rows, kv_heads, ...]
+            update = rows.astype(pool.dtype).swapaxes(0, 1)[None]
+            return jax.lax.dynamic_update_slice(pool, update, _at(pool, layer, 0, self.start))
+
+        return jax.tree.map(store, pool, _as_stored(pool, rows))
 
 
 @struct.dataclass
@@ -71,15 +75,31 @@ class PagedCache:
         out = self.attention.pages(q, keys, values, layer, self.page_table, self.lengths, **options)
         return (keys, values), _narrow(out, head_dim)
 
-    def _store(self, pool: jax.Array, layer: jax.Array | int, rows: jax.Array) -> jax.Array:
-        rows = rows.astype(pool.dtype)
+    def _store(self, pool: Pool, layer: jax.Array | int, rows: jax.Array) -> Pool:
+        stored = _as_stored(pool, rows)
 
         def store_row(i, pool):
-            update = rows[i][None, :, None, None, :]  # [1, kv_heads, 1, 1, head_dim]
-            pool = jax.lax.dynamic_update_slice(pool, update, (layer, 0, self.pages[i], self.offsets[i], 0))
-            return self.attention.pin(pool)
+            def store(pool: jax.Array, rows: jax.Array) -> jax.Array:  # [rows, kv_heads, ...]
+                update = rows[i].astype(pool.dtype)[None, :, None, None]
+                pool = jax.lax.dynamic_update_slice(pool, update, _at(pool, layer, 0, self.pages[i], self.offsets[i]))
+                return self.attention.pin(pool)
+
+            return jax.tree.map(store, pool, stored)
 
         return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
+
+
+Pool = jax.Array | Quantized
+
+
+def _as_stored(pool: Pool, rows: jax.Array) -> Pool:
+    """Rows as the pool stores them."""
+    return quantize(rows) if isinstance(pool, Quantized) else rows
+
+
+def _at(array: jax.Array, *index: jax.Array | int) -> tuple[jax.Array | int, ...]:
+    """An index of the first dimensions, and the beginning of the others."""
+    return (*index, *[0] * (array.ndim - len(index)))
 
 
 def _widen(pools: tuple[jax.Array, jax.Array], *rows: jax.Array) -> tuple[jax.Array, ...]:
@@ -218,9 +238,9 @@ def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix:
 
     def copy_page(i, pools):
         def copy(pool: jax.Array, buffer: jax.Array) -> jax.Array:
-            n, heads, _, head_dim = buffer.shape
-            page = jax.lax.dynamic_slice(buffer, (0, 0, i * size, 0), (n, heads, size, head_dim))
-            return jax.lax.dynamic_update_slice(pool, page[:, :, None], (0, 0, pages[i], 0, 0))
+            n, heads, _, *rest = buffer.shape
+            page = jax.lax.dynamic_slice(buffer, _at(buffer, 0, 0, i * size), (n, heads, size, *rest))
+            return jax.lax.dynamic_update_slice(pool, page[:, :, None], _at(pool, 0, 0, pages[i]))
 
         return jax.tree.map(copy, pools, (prefix.k, prefix.v))
 
@@ -250,9 +270,9 @@ def fetch(config: EngineConfig, prefix: Prefix, state: DecodeState, request: jax
 
     def copy_page(i, buffers):
         def copy(buffer: jax.Array, pool: jax.Array) -> jax.Array:
-            n, heads, _, head_dim = buffer.shape
-            page = jax.lax.dynamic_slice(pool, (0, 0, pages[i], 0, 0), (n, heads, 1, size, head_dim))
-            return jax.lax.dynamic_update_slice(buffer, page[:, :, 0], (0, 0, i * size, 0))
+            n, heads, _, *rest = buffer.shape
+            page = jax.lax.dynamic_slice(pool, _at(pool, 0, 0, pages[i]), (n, heads, 1, size, *rest))
+            return jax.lax.dynamic_update_slice(buffer, page[:, :, 0], _at(buffer, 0, 0, i * size))
 
         return jax.tree.map(copy, buffers, (state.k_pages, state.v_pages))
 

@@ -124,6 +124,8 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
 
 
 def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:
+    if config.kv_dtype != "auto":
+        return f"keys are {config.kv_dtype}"
     heads = model.num_kv_heads // config.tp
     if any(kind.window is not None for kind in model.kinds):
         return "layers have windows"
@@ -147,6 +149,8 @@ def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) ->
 
 
 def _prefill_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:
+    if config.kv_dtype != "auto":
+        return f"keys are {config.kv_dtype}"
     if platform == "gpu":
         return "the GPU kernels cannot continue a prefix"
     if len({kind.window for kind in model.kinds}) > 1:

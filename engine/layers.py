@@ -5,14 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from engine.quantization import Quantized
+
 SWIGLU_GAIN, SWIGLU_LIMIT = 1.702, 7.0  # of ``clamped_swiglu``: GPT-OSS's
 
 FEW_ROWS = 32  # up to so many rows, a CPU takes the weight as left operand
 
 
-def linear(weight: jax.Array, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(weight: jax.Array | Quantized, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in]: [rows, out]."""
-    if 1 < x.shape[0] <= FEW_ROWS:
+    if isinstance(weight, Quantized):
+        y = (linear(weight.values.astype(x.dtype), x).astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+    elif 1 < x.shape[0] <= FEW_ROWS:
         y = jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
     else:
         y = _product(weight, x)

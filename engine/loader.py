@@ -23,9 +23,10 @@ from engine.checkpoints import Checkpoint, CheckpointError
 from engine.config import ModelConfig
 from engine.families import Family, TensorNames, get_family
 from engine.peft import Adapter, adapter_fills
+from engine.quantization import Quantized, quantize
 from engine.weights import LayerWeights, Weights
 
-Fill = Callable[[np.ndarray], None]  # writes one array of the tree, in place
+Fill = Callable[[np.ndarray], None]  # writes one array of the tree, in place; or the two of a `Quantized`
 THREADS = 4  # at most; each holds one array on the host
 BLOCK = 32 * 2**20  # bytes of a file that are copied before they are released
 ALIGNMENT = 64  # bytes; so aligned, the CPU backend takes a host array over without copying it
@@ -62,29 +63,31 @@ def load_weights(
     reader = Reader(checkpoint)
     fills = _fills(reader, family, model, abstract_weights, adapters)
     reader.check(family, model)
-    leaves, structure = jax.tree.flatten(abstract_weights)
+    nodes, structure = jax.tree.flatten(abstract_weights, is_leaf=lambda node: isinstance(node, Quantized))
+    counts = [len(jax.tree.leaves(node)) for node in nodes]
+    first = np.cumsum([0, *counts[:-1]]).tolist()  # number of each node's first array
 
-    def load(index: int, leaf: jax.ShapeDtypeStruct, fill: Fill) -> jax.Array:
-        kept = None if cache is None else cache.get(index)
-        if kept is not None:
-            return jax.device_put(kept, leaf.sharding)
-        array = _aligned(leaf.shape, leaf.dtype)
-        fill(array)
-        if cache is not None:
-            cache.put(index, array)
-        return jax.device_put(array, leaf.sharding)
+    def load(index: int, node: jax.ShapeDtypeStruct | Quantized, fill: Fill) -> jax.Array | Quantized:
+        leaves, inner = jax.tree.flatten(node)
+        kept = [None if cache is None else cache.get(index + i) for i in range(len(leaves))]
+        if any(array is None for array in kept):
+            kept = [_aligned(leaf.shape, leaf.dtype) for leaf in leaves]
+            fill(inner.unflatten(kept))
+            for i, array in enumerate(kept if cache is not None else ()):
+                cache.put(index + i, array)
+        return inner.unflatten([jax.device_put(a, leaf.sharding) for a, leaf in zip(kept, leaves, strict=True)])
 
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "load-weights") as threads:
         futures = [
-            threads.submit(load, index, leaf, fill)
-            for index, (leaf, fill) in enumerate(zip(leaves, structure.flatten_up_to(fills), strict=True))
+            threads.submit(load, index, node, fill)
+            for index, node, fill in zip(first, nodes, structure.flatten_up_to(fills), strict=True)
         ]
         concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in futures:
             future.cancel()  # after a failure, those that have not begun; the failed one comes before them
         arrays = [future.result() for future in futures]
     if cache is not None:
-        cache.commit(len(arrays))
+        cache.commit(sum(counts))
     return structure.unflatten(arrays)
 
 
@@ -177,6 +180,19 @@ def _stack(fills: list[Fill]) -> Fill:
     return fill
 
 
+def _stack_quantized(fills: list[Fill]) -> Callable[[Quantized], None]:
+    """As `_stack`; one layer at a time is held in float32."""
+
+    def fill(out: Quantized) -> None:
+        for index, one in enumerate(fills):
+            layer = np.empty(out.shape[1:], np.float32)
+            one(layer)
+            quantized = quantize(layer, np)
+            out.values[index], out.scale[index] = quantized.values, quantized.scale
+
+    return fill
+
+
 def _fuse_gate_up(gate: Read, up: Read) -> Fill:
     """Fills [2, ffn, ...]."""
 
@@ -242,7 +258,8 @@ def _fills(
         layers = range(first, first := first + group.qkv.shape[0])
         per_layer = [_LayerFills(reader, names, model, layer).fields(fields) for layer in layers]
         low_rank = None if group.adapters is None else adapter_fills(adapters, group.adapters, layers)
-        stacks = {field: _stack([fills[field] for fills in per_layer]) for field in fields}
+        stack = {field: _stack_quantized if isinstance(getattr(group, field), Quantized) else _stack for field in fields}
+        stacks = {field: stack[field]([fills[field] for fills in per_layer]) for field in fields}
         groups.append(LayerWeights(**stacks, adapters=low_rank))
     if first != model.num_layers:
         raise ValueError(f"the abstract weights hold {first} layers, the model has {model.num_layers}")

@@ -5,6 +5,7 @@ A program that takes one of them replaces it: the caller keeps what comes back a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import sampling_width
+from engine.quantization import Quantized
 from engine.sharding import describe, replicated
 from engine.weights import layer_groups
 
@@ -25,7 +27,8 @@ Pools = tuple[tuple[Array, ...], tuple[Array, ...]]  # keys and values, one arra
 class DecodeState:
     """The state of all slots. Row ``slots`` of every per-slot array is scratch: padded rows of a batch read and write it.
 
-    ``k_pages`` and ``v_pages`` have one array per layer group (``engine/weights.py``), of n layers each. Page 0 is scratch.
+    ``k_pages`` and ``v_pages`` have one array per layer group (``engine/weights.py``), of n layers each, or one `Quantized`. Page 0 is
+    scratch.
     Beyond the model's head_dim they are zero (`EngineConfig.stored_head_dim`).
     """
 
@@ -83,9 +86,9 @@ def abstract_state(model: ModelConfig, config: EngineConfig, mesh: Mesh, block_p
     """Shapes, dtypes and shardings of the decode state."""
     rows = config.slots + 1
 
-    def pool(layers: int) -> jax.ShapeDtypeStruct:
+    def pool(layers: int) -> jax.ShapeDtypeStruct | Quantized:
         shape = (layers, model.num_kv_heads, config.kv_pages, config.page_size, config.stored_head_dim(model.head_dim))
-        return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None, None))
+        return _stored(mesh, config, shape, (None, "kv_heads", None, None, None))
 
     pools = tuple(pool(layers) for layers in layer_groups(model, config))
     return DecodeState(
@@ -106,9 +109,16 @@ def abstract_state(model: ModelConfig, config: EngineConfig, mesh: Mesh, block_p
 def abstract_prefix(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Prefix:
     """Shapes, dtypes and shardings of one prefix buffer."""
 
-    def buffer(layers: int) -> jax.ShapeDtypeStruct:
+    def buffer(layers: int) -> jax.ShapeDtypeStruct | Quantized:
         shape = (layers, model.num_kv_heads, config.prefix_capacity, config.stored_head_dim(model.head_dim))
-        return describe(mesh, shape, config.dtype, (None, "kv_heads", None, None))
+        return _stored(mesh, config, shape, (None, "kv_heads", None, None))
 
     buffers = tuple(buffer(layers) for layers in layer_groups(model, config))
     return Prefix(k=buffers, v=buffers, in_prompt=replicated(mesh, (model.vocab_size,), jnp.bool_))
+
+
+def _stored(mesh: Mesh, config: EngineConfig, shape: Sequence[int], axes: Sequence[str | None]) -> jax.ShapeDtypeStruct | Quantized:
+    """Keys or values as they are stored: [..., head_dim]."""
+    if config.kv_dtype == "auto":
+        return describe(mesh, shape, config.dtype, axes)
+    return Quantized(describe(mesh, shape, "int8", axes), describe(mesh, shape[:-1], "float32", axes[:-1]))

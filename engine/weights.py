@@ -4,6 +4,9 @@
 layers that run as one scan: unrolled, each group holds one layer; scanned, one group holds them all. The arrays of a group have
 its number of layers, ``n``, as leading dimension.
 
+The matrices of layers may be int8 with a scale per output channel (`EngineConfig.quantize`); embedding, head, router, norms and
+biases are not quantized.
+
 Matrices keep the [out, in] layout of Hugging Face checkpoints: on CPU a product with the weight as left operand is 2-7 times
 as fast as ``x @ w`` for the few rows of a decode step, and other backends do not mind.
 """
@@ -18,6 +21,7 @@ from jax.sharding import Mesh
 
 from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
+from engine.quantization import Quantized
 from engine.sharding import describe
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
@@ -72,6 +76,11 @@ def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> We
         shape, axes = zip(*dimensions, strict=True)
         return describe(mesh, shape, dtype, axes)
 
+    def matrix(*dimensions: tuple[int, str | None]) -> jax.ShapeDtypeStruct | Quantized:
+        if config.quantize == "none":
+            return array(*dimensions)
+        return Quantized(array(*dimensions, dtype="int8"), array(*dimensions[:-1], dtype="float32"))
+
     def norm(*dimensions: tuple[int, str | None]) -> jax.ShapeDtypeStruct:
         return array(*dimensions, dtype="float32" if model.wide_norms else config.dtype)
 
@@ -88,10 +97,10 @@ def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> We
         q_norm = {"none": None, "head": (n, head_dim), "projection": (n, kv_heads, queries, head_dim)}[model.qk_norm]
         k_norm = {"none": None, "head": (n, head_dim), "projection": (n, kv_heads, head_dim)}[model.qk_norm]
         return LayerWeights(
-            qkv=array(n, kv_heads, per_kv_head, head_dim, hidden),
-            o=array(n, hidden, (model.num_heads * model.head_dim, "heads")),
-            gate_up=array(n, *experts, two, ffn, hidden),
-            down=array(n, *experts, hidden, ffn),
+            qkv=matrix(n, kv_heads, per_kv_head, head_dim, hidden),
+            o=matrix(n, hidden, (model.num_heads * model.head_dim, "heads")),
+            gate_up=matrix(n, *experts, two, ffn, hidden),
+            down=matrix(n, *experts, hidden, ffn),
             attention_norm=norm(n, hidden) if before else None,
             attention_post_norm=norm(n, hidden) if after else None,
             mlp_norm=norm(n, hidden) if before else None,

@@ -129,6 +129,9 @@ class ServeConfig:
         metavar="DTYPE",
     )
     quantize: Literal["none", "int8"] = option("none", options.choice("none", "int8"), "of the weights", metavar="KIND")
+    kv_dtype: Literal["auto", "int8"] = option(
+        "auto", options.choice("auto", "int8"), "of stored keys and values; auto: as --dtype", metavar="KIND"
+    )
     attention: Literal["auto", "xla", "pallas"] = option(
         "auto",
         options.choice("auto", "xla", "pallas"),

@@ -128,8 +128,6 @@ def engine_config(
 
     ``platform`` is ``cpu``, ``gpu`` or ``tpu``.
     """
-    if config.quantize != "none":
-        raise StartError(f"--quantize {config.quantize} is not supported yet: leave it out")
     max_len = resolve_max_len(config, model.max_position)
     dtype = config.dtype if config.dtype != "auto" else "float32" if platform == "cpu" else "bfloat16"
     layout = EngineConfig(
@@ -139,6 +137,8 @@ def engine_config(
         prefill_buckets=resolve_prefill_buckets(config, max_len),
         batch_sizes=resolve_batch_sizes(config),
         dtype=dtype,
+        quantize=config.quantize,
+        kv_dtype=config.kv_dtype,
         tp=config.tp,
         layers=layer_layout(platform),
         attention=attention_choice(config.attention, platform),
@@ -175,7 +175,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages
         weights, (engine, prepared, memory_plan) = _together(
-            lambda: _load_weights(opened, abstract, report, config.warmup_cache), make_programs
+            lambda: _load_weights(opened, abstract, report, config), make_programs
         )
         engine.set_weights(weights)
         engine.install(prepared.executables)
@@ -192,13 +192,13 @@ def _give_back_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, cache_root: Path | None) -> Weights:
+def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, config: ServeConfig) -> Weights:
     with report.stage("weights"):
         checkpoint, cache = opened.checkpoint, None
-        if checkpoint.dequantizes:
+        if checkpoint.dequantizes or config.quantize != "none":
             files = sorted({checkpoint.file(name) for name in checkpoint.names()})
             files += [file for adapter in opened.adapters for file in adapter.files]  # in the order of their indices
-            cache = WeightsCache(cache_root, files, opened.config, abstract)
+            cache = WeightsCache(config.warmup_cache, files, opened.config, abstract)
         weights = load_weights(checkpoint, opened.config, abstract, opened.adapters, cache=cache)
         return jax.block_until_ready(weights)
 
