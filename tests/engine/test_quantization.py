@@ -140,7 +140,7 @@ def test_a_prefix_of_int8():
 def test_int8_keys_stay_close(layout):
     """Rounding moves the log-probs a little, on average; less than layouts could by storing at the wrong place."""
     plain, close = log_probs(GOLDEN / "tiny_llama"), log_probs(GOLDEN / "tiny_llama", kv_dtype="int8", **layout)
-    assert 1e-4 < np.abs(plain[0] - close[0]).mean() < 0.03
+    assert 1e-4 < np.abs(plain[0] - close[0]).mean() < 0.06
     assert close[2][0] == plain[2][0]
 
 
