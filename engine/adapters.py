@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from engine.config import AdapterLayout, ConfigError, EngineConfig, ModelConfig
+from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.layers import linear
 from engine.sharding import describe
 

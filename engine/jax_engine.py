@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +21,14 @@ import numpy as np
 from engine import functions
 from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
-from engine.config import ConfigError, EngineConfig, ModelConfig, RopeConfig
+from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.kernels import choose_attention
-from engine.programs import Program, tree_bytes
-from engine.rope import rotary_dim
-from engine.sampling import NO_TOKEN, pack, result_width, sampling_width
-from engine.segments import Segment, segments
+from engine.programs import Program
+from engine.sampling import NO_TOKEN, pack, result_width
+from engine.segments import Segment
 from engine.sharding import make_mesh, replicated
 from engine.state import DecodeState, Pools, Prefix, abstract_prefix, abstract_state, mask_words, table_width
+from engine.table import make_table
 from engine.weights import Weights, abstract_weights
 
 
@@ -75,8 +74,8 @@ class JaxEngine:
         self.abstract_state: DecodeState = abstract_state(model, config, self.mesh, self._block_pages)
         self.abstract_prefix: Prefix = abstract_prefix(model, config, self.mesh)
         self._replicated = replicated(self.mesh, (), jnp.int32).sharding
-        self._segments: dict[str, tuple[Segment, ...]] = {}  # by the name of the whole; absent: one program
-        self._programs = {program.name: program for program in self._table()}
+        abstract = (self.abstract_weights, self.abstract_state, self.abstract_prefix)
+        self._programs, self._segments = make_table(model, config, self.mesh, self.attention, *abstract)
         self._executables: Mapping[str, Callable] = {}
         self._weights: Weights | None = None
         self._state: DecodeState | None = None
@@ -90,108 +89,6 @@ class JaxEngine:
     def programs(self) -> tuple[Program, ...]:
         """Every program that the verbs can call."""
         return tuple(self._programs.values())
-
-    def _table(self) -> Iterator[Program]:
-        model, config = self.model, self.config
-        state, prefix, weights = self.abstract_state, self.abstract_prefix, self.abstract_weights
-
-        def host(*shape: int) -> jax.ShapeDtypeStruct:
-            return replicated(self.mesh, shape, jnp.int32)
-
-        def program(name, function, arguments, outputs, *, donates=None, takes_state=False) -> Program:
-            jitted = jax.jit(
-                function,
-                donate_argnums=() if donates is None else donates,
-                in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
-                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
-            )
-            return Program(name, jitted, arguments, donates, takes_state)
-
-        def named(name: str, function, *bound):
-            # jit names the program after the function: profiles and logs then read like the table.
-            partial = functools.partial(function, *bound)
-            partial.__name__ = name
-            return partial
-
-        def zeros(name: str, abstract):
-            return named(name, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
-
-        def init_state() -> DecodeState:
-            empty = zeros("init_state", state)()
-            neutral = jnp.broadcast_to(pack(SamplingParams()), state.sampling.shape)
-            return empty.replace(sampling=neutral)
-
-        sampling, mask, table = sampling_width(), mask_words(model.vocab_size), self._table_width
-        first = host(1, result_width())
-        yield program("init_state", init_state, (), state)
-        yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
-
-        def rotation(rope: RopeConfig | None, rows: int):
-            if rope is None:
-                return None
-            angles = replicated(self.mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
-            return angles, angles
-
-        def adapter_of(rows: int) -> jax.ShapeDtypeStruct | None:
-            return None if config.adapters is None else host(rows)
-
-        def chain(
-            name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated
-        ) -> Iterator[Program]:
-            """The programs of `functions.prefill` or `generate`: one, or those of its segments.
-
-            ``end_outputs`` are those of the last of several, where they differ from ``outputs``.
-            """
-            kind, _, size = name.partition("/")
-            whole, begin, end = (
-                named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *attention, *bound)
-                for part, attention in (("", (self.attention,)), ("begin_", (self.attention,)), ("end_", ()))
-            )
-            split = segments(model, config, rows, tree_bytes(weights.layers[0]))
-            if not split:
-                yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, **donated)
-                return
-            self._segments[name] = split
-            rest, outer = carried.with_pools((), ()), weights.replace(layers=())
-            x = replicated(self.mesh, (rows, model.hidden_size), config.dtype)
-            about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
-            yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
-            for segment in {segment.part: segment for segment in reversed(split)}.values():
-                run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, segment.pattern)
-                pools = segment.of_pools(carried.pools)
-                arguments = (pools, weights.layers[segment.layers], x, about)
-                yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
-            outputs = (rest, *(end_outputs or outputs))
-            yield program(f"{name}/end", end, (rest, outer, request, x), outputs, donates=0, **donated)
-
-        head = host(functions.PREFILL_HEADER + sampling + mask + config.max_len)
-        row = replicated(self.mesh, (1, model.hidden_size), config.dtype)
-        for bucket in config.prefill_buckets:
-            cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
-            prompt = host(bucket, result_width())
-            yield from chain(
-                f"prefill/{bucket}", bucket, cache, adapter_of(1), (bucket,), prefix, host(head.shape[0] + bucket),
-                (first, prompt), (prompt, row, head),
-            )  # fmt: skip
-        if any(name.startswith("prefill") for name in self._segments):
-            function = named("first_token", functions.first_token, model, config)
-            yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
-        request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
-        function = named("insert", functions.insert, model, config)
-        yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
-        request = host(functions.FETCH_HEADER + table + table * config.page_size)
-        yield program("fetch", named("fetch", functions.fetch, config), (prefix, state, request), prefix, donates=0)
-        function = named("set_mask", functions.set_mask, model)
-        yield program(
-            "set_mask", function, (state, host(functions.MASK_HEADER + mask)), state, donates=0, takes_state=True
-        )
-        for batch in config.batch_sizes:
-            one = host(batch)
-            cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
-            outputs = (host(batch, result_width()),)
-            yield from chain(
-                f"generate/{batch}", batch, cache, adapter_of(batch), (), state, host(batch, 2), outputs, takes_state=True
-            )
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 

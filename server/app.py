@@ -12,17 +12,15 @@ The ports answer from the first second, with 503 / UNAVAILABLE until ready. Befo
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from server.client import Client
 from server.config import ServeConfig, resolve_max_queue
 from server.errors import StartError
 from server.grpc_service import PROOF_METADATA, GrpcServer
@@ -31,14 +29,10 @@ from server.metrics import Metrics
 from server.orchestrator import Orchestrator
 from server.proof import prove
 from server.proxy import process as proxy_process
+from server.startup import WarmEngine, open_model, warm_engine
 from server.tracing import open_tracer
-from server.client import Client
-from server.startup import WarmEngine, open_model, readable_errors, warm_engine
 from warmup.guard import Guard, Kind, Phase
 from warmup.report import WarmupReport
-
-if TYPE_CHECKING:
-    from server.cli import GenerateOptions
 
 logger = logging.getLogger("preheat")
 

@@ -1,0 +1,140 @@
+"""The table of programs of an engine: what `engine.functions` does, jitted and donating, for every size that serving can call.
+
+Everything here is abstract: nothing is traced, compiled or allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from engine import functions
+from engine.api import SamplingParams
+from engine.config import EngineConfig, ModelConfig, RopeConfig
+from engine.kernels import Attention
+from engine.programs import Program, tree_bytes
+from engine.rope import rotary_dim
+from engine.sampling import pack, result_width, sampling_width
+from engine.segments import Segment, segments
+from engine.sharding import replicated
+from engine.state import DecodeState, Prefix, mask_words
+from engine.weights import Weights
+
+
+def make_table(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    attention: Attention,
+    weights: Weights,  # abstract, as are state and prefix
+    state: DecodeState,
+    prefix: Prefix,
+) -> tuple[dict[str, Program], dict[str, tuple[Segment, ...]]]:
+    """The programs by name, and the segments of those verbs that run in several programs, by the name of the whole."""
+    split_chains: dict[str, tuple[Segment, ...]] = {}
+    table = {program.name: program for program in _table(model, config, mesh, attention, weights, state, prefix, split_chains)}
+    return table, split_chains
+
+
+def _table(model, config, mesh, attention, weights, state, prefix, split_chains) -> Iterator[Program]:
+    def host(*shape: int) -> jax.ShapeDtypeStruct:
+        return replicated(mesh, shape, jnp.int32)
+
+    def program(name, function, arguments, outputs, *, donates=None, takes_state=False) -> Program:
+        jitted = jax.jit(
+            function,
+            donate_argnums=() if donates is None else donates,
+            in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
+        )
+        return Program(name, jitted, arguments, donates, takes_state)
+
+    def named(name: str, function, *bound):
+        # jit names the program after the function: profiles and logs then read like the table.
+        partial = functools.partial(function, *bound)
+        partial.__name__ = name
+        return partial
+
+    def zeros(name: str, abstract):
+        return named(name, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
+
+    def init_state() -> DecodeState:
+        empty = zeros("init_state", state)()
+        neutral = jnp.broadcast_to(pack(SamplingParams()), state.sampling.shape)
+        return empty.replace(sampling=neutral)
+
+    sampling, mask, table = sampling_width(), mask_words(model.vocab_size), state.page_table.shape[1]
+    first = host(1, result_width())
+    yield program("init_state", init_state, (), state)
+    yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
+
+    def rotation(rope: RopeConfig | None, rows: int):
+        if rope is None:
+            return None
+        angles = replicated(mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
+        return angles, angles
+
+    def adapter_of(rows: int) -> jax.ShapeDtypeStruct | None:
+        return None if config.adapters is None else host(rows)
+
+    def chain(
+        name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated
+    ) -> Iterator[Program]:
+        """The programs of `functions.prefill` or `generate`: one, or those of its segments.
+
+        ``end_outputs`` are those of the last of several, where they differ from ``outputs``.
+        """
+        kind, _, size = name.partition("/")
+        whole, begin, end = (
+            named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *attends, *bound)
+            for part, attends in (("", (attention,)), ("begin_", (attention,)), ("end_", ()))
+        )
+        split = segments(model, config, rows, tree_bytes(weights.layers[0]))
+        if not split:
+            yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, **donated)
+            return
+        split_chains[name] = split
+        rest, outer = carried.with_pools((), ()), weights.replace(layers=())
+        x = replicated(mesh, (rows, model.hidden_size), config.dtype)
+        about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
+        yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
+        for segment in {segment.part: segment for segment in reversed(split)}.values():
+            run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, segment.pattern)
+            pools = segment.of_pools(carried.pools)
+            arguments = (pools, weights.layers[segment.layers], x, about)
+            yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
+        outputs = (rest, *(end_outputs or outputs))
+        yield program(f"{name}/end", end, (rest, outer, request, x), outputs, donates=0, **donated)
+
+    head = host(functions.PREFILL_HEADER + sampling + mask + config.max_len)
+    row = replicated(mesh, (1, model.hidden_size), config.dtype)
+    for bucket in config.prefill_buckets:
+        cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
+        prompt = host(bucket, result_width())
+        yield from chain(
+            f"prefill/{bucket}", bucket, cache, adapter_of(1), (bucket,), prefix, host(head.shape[0] + bucket),
+            (first, prompt), (prompt, row, head),
+        )  # fmt: skip
+    if any(name.startswith("prefill") for name in split_chains):
+        function = named("first_token", functions.first_token, model, config)
+        yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
+    request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
+    function = named("insert", functions.insert, model, config)
+    yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
+    request = host(functions.FETCH_HEADER + table + table * config.page_size)
+    yield program("fetch", named("fetch", functions.fetch, config), (prefix, state, request), prefix, donates=0)
+    function = named("set_mask", functions.set_mask, model)
+    yield program(
+        "set_mask", function, (state, host(functions.MASK_HEADER + mask)), state, donates=0, takes_state=True
+    )
+    for batch in config.batch_sizes:
+        one = host(batch)
+        cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
+        outputs = (host(batch, result_width()),)
+        yield from chain(
+            f"generate/{batch}", batch, cache, adapter_of(batch), (), state, host(batch, 2), outputs, takes_state=True
+        )
