@@ -1,6 +1,6 @@
 """From a configuration to a warm engine; shared by every command that needs one.
 
-`open_model` reads what a model says about itself (configuration, tokenizer), which takes well under a second. `warm_engine` does the
+`open_model` reads what a model says about itself (configuration, adapters), which takes well under a second. `warm_engine` does the
 rest: the layout, the programs and the weights at the same time, the buffers, one run of every program. Nothing here knows of
 requests. Errors a user can mend are `StartError`.
 """
@@ -11,13 +11,14 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import jax
 
@@ -50,9 +51,6 @@ from warmup.weights import WeightsCache
 
 logger = logging.getLogger("preheat")
 
-A = TypeVar("A")
-B = TypeVar("B")
-
 
 @dataclasses.dataclass(frozen=True)
 class OpenModel:
@@ -61,9 +59,13 @@ class OpenModel:
     path: Path
     checkpoint: Checkpoint
     config: ModelConfig
-    tokenizer: Tokenizer
     generation_config: Mapping[str, object]
     adapters: tuple[Adapter, ...] = ()
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Read when it is first asked for: `warm_engine` does so beside the weights."""
+        return load_tokenizer(self.path)
 
     def limits(self, name: str, max_len: int) -> ModelLimits:
         """What requests are checked against."""
@@ -92,13 +94,13 @@ def readable_errors() -> Iterator[None]:
 
 
 def open_model(config: ServeConfig) -> OpenModel:
-    """Finds the model and reads its configuration and tokenizer."""
+    """Finds the model and reads its configuration."""
     with readable_errors():
         path = Path(resolve_model(config.model))
         checkpoint = open_checkpoint(path)
         model = load_config(checkpoint.hf_config)
         adapters = open_adapters(config, model)
-        return OpenModel(path, checkpoint, model, load_tokenizer(path), generation_defaults(path), adapters)
+        return OpenModel(path, checkpoint, model, generation_defaults(path), adapters)
 
 
 def open_adapters(config: ServeConfig, model: ModelConfig) -> tuple[Adapter, ...]:
@@ -171,15 +173,18 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
 
         def make_programs() -> tuple[JaxEngine, Prepared, plan.MemoryPlan]:
             with report.stage("programs"):
-                return prepare_fitting(make, layout, config.warmup, store, budget, report=report, guard=guard)
+                engine, prepared, memory_plan = prepare_fitting(
+                    make, layout, config.warmup, store, budget, report=report, guard=guard
+                )
+            engine.install(prepared.executables)
+            engine.allocate()
+            return engine, prepared, memory_plan
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages
-        weights, (engine, prepared, memory_plan) = _together(
-            lambda: _load_weights(opened, abstract, report, config), make_programs
+        weights, (engine, prepared, memory_plan), _ = _together(
+            lambda: _load_weights(opened, abstract, report, config), make_programs, lambda: opened.tokenizer
         )
         engine.set_weights(weights)
-        engine.install(prepared.executables)
-        engine.allocate()
         prepared.touch_all(engine)
         _give_back_memory()
         return WarmEngine(engine, prepared, memory_plan)
@@ -203,17 +208,17 @@ def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, co
         return jax.block_until_ready(weights)
 
 
-def _together(first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-    """Runs both at the same time; the first error is raised without waiting for the other."""
+def _together(*functions: Callable[[], Any]) -> tuple[Any, ...]:
+    """Runs all at the same time; the first error is raised without waiting for the others."""
     futures: list[concurrent.futures.Future] = []
-    for function in (first, second):
+    for function in functions:
         future: concurrent.futures.Future = concurrent.futures.Future()
         futures.append(future)
         threading.Thread(target=_fulfil, args=(future, function), name="start-up", daemon=True).start()
     done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
     for future in done:
         future.result()
-    return futures[0].result(), futures[1].result()
+    return tuple(future.result() for future in futures)
 
 
 def _fulfil(future: concurrent.futures.Future, function: Callable[[], object]) -> None:
