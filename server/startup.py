@@ -16,6 +16,7 @@ import logging
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,9 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
                     make, layout, config.warmup, store, budget, report=report, guard=guard
                 )
             engine.install(prepared.executables)
+            began = time.perf_counter()
             engine.allocate()
+            report.touched("init_state", time.perf_counter() - began)
             return engine, prepared, memory_plan
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages

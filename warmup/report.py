@@ -127,10 +127,10 @@ class WarmupReport:
             self._touching = self._clock()
 
     def touched(self, name: str, seconds: float) -> None:
-        """A program has run once."""
+        """A program has run once. What makes the buffers ran when they were made: its time is added to."""
         with self._lock:
             row = self._programs[name]
-            row.seconds_run = seconds
+            row.seconds_run += seconds
             row.touched = True
             if self._touching is not None:
                 self._touch_seconds = self._clock() - self._touching

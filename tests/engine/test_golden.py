@@ -20,7 +20,6 @@ LAYOUTS = {
     "segments": {"call_bytes": 1},
     "scanned": {"layers": "scanned"},
     "two devices": {"tp": 2, "layers": "scanned", "page_size": 32},
-    "two devices, segments": {"tp": 2, "call_bytes": 1, "page_size": 32},
 }
 
 
