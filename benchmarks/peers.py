@@ -245,7 +245,7 @@ def run(parsed: argparse.Namespace) -> Report:
             if name != "Preheat":
                 peer.close()  # type: ignore[attr-defined]
 
-        options = ("--max-len", str(sizes[0] + 2 * sizes[1]), "--prefill-chunk", str(sizes[2]), *parsed.server_options)
+        options = ("--max-len", str(max(sizes[0] + 2 * sizes[1], sizes[2])), "--prefill-chunk", str(sizes[2]), *parsed.server_options)
         ours = stack.enter_context(BenchServer(str(path), "--slots", str(slots), *options))
         single = stack.enter_context(BenchServer(str(path), "--slots", "1", *options))
         servers = {"Preheat": ours.http, "Preheat, 1 slot": single.http}
