@@ -32,12 +32,14 @@ import numpy as np
 
 from engine.config import ModelConfig
 from warmup import trust
+from warmup.cache import DEFAULT_LIMIT
 from warmup.fingerprint import source_digests
 from warmup.trust import Untrusted
 
 logger = logging.getLogger(__name__)
 
 WORTH = 2 * 2**30  # bytes: smaller models convert in a second or two, beside the programs
+LARGEST = DEFAULT_LIMIT * 3 // 4  # of a larger one nothing would be left after the next prune, and each start would store it again
 CHUNK = 2**24  # bytes that are checked at once
 
 
@@ -57,7 +59,7 @@ class WeightsCache:
       files: the checkpoint's files.
       model: its configuration.
       abstract: the weights' description.
-      worth: weights of fewer bytes are not kept.
+      worth: weights of fewer bytes are not kept, nor those that would take most of the cache.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class WeightsCache:
         self._writing = False
         leaves = jax.tree.leaves(abstract)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        if root is None or size < worth:
+        if root is None or not worth <= size <= LARGEST:
             return
         root = Path(os.path.realpath(root))
         folder = root / "weights" / _key(files, model, abstract)

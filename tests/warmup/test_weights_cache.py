@@ -80,6 +80,12 @@ def test_small_models_and_no_cache_store_nothing(folder, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_weights_that_the_next_prune_would_remove_are_not_stored(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("warmup.weights.LARGEST", 1000)
+    load(folder, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_another_checkpoint_another_dtype_another_key(folder, tmp_path):
     root = tmp_path / "cache"
     load(folder, root)
