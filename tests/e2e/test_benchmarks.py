@@ -1,5 +1,6 @@
 """Every benchmark runs, as short as it can. What it says is checked where it can be known, not how fast anything is."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -8,16 +9,19 @@ import sys
 from pathlib import Path
 
 import gguf
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import f32_gguf, gpu, peers, performance, serve
+from benchmarks import aot_regression, f32_gguf, gpu, peers, performance, serve
 from benchmarks.bare_engine import SHAPES, parameters
 from benchmarks.engine import prompt_operations
 from benchmarks.load import Answer, HttpDoor, Summary, poisson, steady_tokens_per_second
 from benchmarks.output import Report, Table
 from benchmarks.peer_worker import Absent, Worker
 from engine.checkpoints import open_checkpoint
+from engine.jax_engine import JaxEngine
+from warmup.compiling import memory_of
 
 ROOT = Path(__file__).parents[2]
 TINY = SHAPES["llama-tiny"]
@@ -92,6 +96,35 @@ def test_gpu(tmp_path):
     run("benchmarks.gpu", "--quick", "--no-starts", "--json", str(tmp_path / "gpu.json"))
     assert tables(tmp_path / "gpu.json")["llama-tiny: decode"]["rows"][0][1] > 0
     assert [name for name, _ in gpu.STARTS][0] == "aot, cold"
+
+
+def test_aot_regression(tmp_path):
+    command = ("--quick", "--batches", "2", "--max-len", "256", "--json", str(tmp_path / "aot.json"))
+    run("benchmarks.aot_regression", *command)
+    found = tables(tmp_path / "aot.json")
+    (steps,), (memory,) = (found[title]["rows"] for title in ("Decode step", "Memory of a second start"))
+    assert (steps[0], steps[-2:]) == (2, ["1 + 1", "yes"])
+    assert float(memory[2]) > 0
+
+
+def test_a_jit_around_loses_the_donation():
+    options = argparse.Namespace(quick=True, max_len=256)
+    kept, lost = (
+        next(program for program in kind(*aot_regression.describe(options, 1), jax.devices()[:1]).programs()
+             if program.name == "generate/1")
+        for kind in (JaxEngine, aot_regression.LostEngine)
+    )  # fmt: skip
+    aliased = [memory_of(program.trace().lower().compile()).alias for program in (kept, lost)]
+    assert aliased == [kept.donated_bytes, 0]
+
+
+def test_interval_of_the_median():
+    """Of 100 values, the 41st and the 60th bound the median with about 95 %, by the binomial distribution (94.3 %)."""
+    turns = [(1.0, 1.0 + place / 100) for place in range(1, 101)]
+    found = aot_regression.Ratio.of(turns, 1, 0)
+    assert found.median == pytest.approx(1.505)
+    assert found.error == pytest.approx((1.60 - 1.41) / 2)
+    assert str(aot_regression.Ratio.of([(2.0, 4.0)], 1, 0)) == "2.000 ± 0.000"
 
 
 def test_sizes_of_the_shapes():
