@@ -138,7 +138,7 @@ def fill(engine: JaxEngine) -> list[Row]:
 
 
 def alternate(engine: JaxEngine, tables: Sequence[Mapping[str, Callable]], seconds: float) -> list[list[float]]:
-    """Seconds of a step with each of these tables of executables, which take turns for so long; a list for each turn."""
+    """Seconds of a step with each of these tables of executables, which take turns for so long; one list a turn."""
     orders = itertools.cycle(itertools.permutations(range(len(tables))))
     turns: list[list[float]] = []
     ends = time.perf_counter() + seconds
@@ -268,10 +268,10 @@ def on_cpu(options: argparse.Namespace, report: Report) -> None:
     report.add(
         Table(
             "Memory of a second start",
-            ("batch", "KV MiB", "manual peak MiB", "aot / manual", "spread MiB", "lost - aot MiB", "aot / manual, steady"),
+            ("batch", "KV MiB", "manual peak MiB", "aot / manual", "spread MiB", "lost - aot MiB", "steady ratio"),
             peaks,
-            f"Medians of {options.repeats} processes of manual and of aot, one of lost; spread: between the peaks of one "
-            "variant, the worse of the two; steady: after some steps.",
+            f"Medians of {options.repeats} processes of manual and aot, one of lost; spread: between the peaks of one "
+            "variant, the worse of the two; steady ratio: aot / manual after some steps.",
         )
     )
 
@@ -283,7 +283,13 @@ def on_target(options: argparse.Namespace, report: Report) -> None:
     model, rows, attention = SHAPES["llama-8b"], [], ""
     for batch in options.batches:
         config = layout(
-            model, platform="tpu", tp=len(devices), slots=batch, batch_sizes=(batch,), max_len=2048, prefill_buckets=(512,)
+            model,
+            platform="tpu",
+            tp=len(devices),
+            slots=batch,
+            batch_sizes=(batch,),
+            max_len=2048,
+            prefill_buckets=(512,),
         )
         engine = JaxEngine(model, config, devices)
         attention = engine.attention.explain()
@@ -316,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="of the 125M shape, which has 12 (default: %(default)s)")
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=12, help="of steps per batch size (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="processes for a peak of manual or aot (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="processes for a figure of memory (default: %(default)s)")
     parser.add_argument("--target", help="compile for a TPU slice instead, e.g. v5e-4")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "ROOT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -108,7 +108,7 @@ def test_aot_regression(tmp_path):
 
 
 def test_a_jit_around_loses_the_donation():
-    options = argparse.Namespace(quick=True, max_len=256)
+    options = argparse.Namespace(quick=True, layers=2, max_len=256)
     kept, lost = (
         next(program for program in kind(*aot_regression.describe(options, 1), jax.devices()[:1]).programs()
              if program.name == "generate/1")
