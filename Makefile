@@ -25,16 +25,18 @@ build/clients/.installed: pyproject.toml
 	build/clients/bin/python -m pip install --quiet --group clients
 	touch $@
 
-# The installation follows the sources; it is made anew only when the dependencies change.
+NATIVE := setup.py $(wildcard engine/native/*.cc engine/native/*.inc)
+
+# The installation follows the Python sources; it is made anew only when the dependencies or the native sources change.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 
-$(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.serve: pyproject.toml $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.test: pyproject.toml $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/.serve
 
@@ -46,4 +48,4 @@ protos:
 	build/protos/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/orchestrator.proto protos/preheat.proto
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info engine/native/*.so

@@ -175,7 +175,7 @@ class EngineConfig:
     kv_dtype: Literal["auto", "int8"] = "auto"  # of keys and values, stored; auto: ``dtype``
     tp: int = 1
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
-    attention: Literal["xla", "pallas"] = "xla"  # likewise: see `attention_choice`
+    attention: Literal["xla", "pallas", "native"] = "xla"  # likewise: see `attention_choice`
     lanes: int = 1  # keys and values are stored padded to a multiple of so many dimensions: see `vector_lanes`
     adapters: AdapterLayout | None = None
     call_bytes: int = 0  # of weights that a call of some unrolled layers reads (`engine.segments`); 0: all layers in one program
@@ -226,7 +226,9 @@ def call_bytes(platform: str) -> int:
     return CPU_CALL_BYTES if platform == "cpu" else 0
 
 
-def attention_choice(option: Literal["auto", "xla", "pallas"], platform: str) -> Literal["xla", "pallas"]:
+def attention_choice(
+    option: Literal["auto", "xla", "pallas", "native"], platform: str
+) -> Literal["xla", "pallas", "native"]:
     """What ``--attention`` means on a backend. `engine.kernels` falls back to XLA for what its kernels cannot do.
 
     The TPU's kernels have been compiled by the TPU's compiler and compared in interpret mode. The GPU's could only be compared: there
@@ -234,7 +236,7 @@ def attention_choice(option: Literal["auto", "xla", "pallas"], platform: str) ->
     """
     if option != "auto":
         return option
-    return "pallas" if platform == "tpu" else "xla"
+    return {"cpu": "native", "tpu": "pallas"}.get(platform, "xla")
 
 
 def vector_lanes(platform: str) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 
 from engine import model as decoder
+from engine import native
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
 from engine.quantization import Quantized, quantize
@@ -41,7 +42,7 @@ class PrefixCache:
     start: jax.Array  # int32
     positions: jax.Array  # int32 [rows]
     length: jax.Array  # int32: live tokens, these included
-    attention: Attention = struct.field(pytree_node=False, default=Attention())
+    attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
@@ -66,12 +67,16 @@ class PagedCache:
     pages: jax.Array  # int32 [rows]: of the token stored
     offsets: jax.Array  # int32 [rows]: within the page
     lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
-    attention: Attention = struct.field(pytree_node=False, default=Attention())
+    attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
+        options = {"scoring": scoring, "window": window, "sinks": sinks}
+        if self.attention.native is not None:
+            stored = tuple(_as_stored(pool, rows) for pool, rows in zip(pools, (k, v), strict=True))
+            where = (self.page_table, self.pages, self.offsets, self.lengths)
+            return native.decode(self.attention.native, pools, layer, q, stored, *where, **options)
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
-        options = {"scoring": scoring, "window": window, "sinks": sinks}
         out = self.attention.pages(q, keys, values, layer, self.page_table, self.lengths, **options)
         return (keys, values), _narrow(out, head_dim)
 
@@ -94,7 +99,7 @@ Pool = jax.Array | Quantized
 
 def _as_stored(pool: Pool, rows: jax.Array) -> Pool:
     """Rows as the pool stores them."""
-    return quantize(rows) if isinstance(pool, Quantized) else rows
+    return quantize(rows) if isinstance(pool, Quantized) else rows.astype(pool.dtype)
 
 
 def _at(array: jax.Array, *index: jax.Array | int) -> tuple[jax.Array | int, ...]:
@@ -121,9 +126,18 @@ class Rows:
     adapters: jax.Array | None = None  # int32 [rows], or [1] where all rows have the same; None where the server has none
 
 
-def run_layers(model: ModelConfig, pattern: tuple[int, ...], pools: Pools, layers: tuple[LayerWeights, ...], x: jax.Array, rows: Rows):
+def run_layers(
+    model: ModelConfig,
+    attention: Attention,
+    pattern: tuple[int, ...],
+    pools: Pools,
+    layers: tuple[LayerWeights, ...],
+    x: jax.Array,
+    rows: Rows,
+):
     """Consecutive layers, of the kinds ``pattern``: their pools, and the hidden states behind them."""
-    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, rows.cache, rows.adapters)
+    cache = rows.cache.replace(attention=attention)
+    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, cache, rows.adapters)
     return (keys, values), x
 
 
@@ -141,8 +155,8 @@ def prefill(
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
     log-probs [bucket, result_width()], zeros unless wanted.
     """
-    x, rows = begin_prefill(model, config, attention, bucket, prefix, weights, request)
-    pools, x = run_layers(model, model.pattern, prefix.pools, weights.layers, x, rows)
+    x, rows = begin_prefill(model, config, bucket, prefix, weights, request)
+    pools, x = run_layers(model, attention, model.pattern, prefix.pools, weights.layers, x, rows)
     prefix, prompt, row, head = end_prefill(model, config, bucket, prefix, weights, request, x)
     nothing = jnp.zeros((1, result_width()), jnp.int32)
     first = jax.lax.cond(head[2] > 0, lambda: first_token(model, config, prefix, weights, head, row), lambda: nothing)
@@ -150,20 +164,14 @@ def prefill(
 
 
 def begin_prefill(
-    model: ModelConfig,
-    config: EngineConfig,
-    attention: Attention,
-    bucket: int,
-    prefix: Prefix,
-    weights: Weights,
-    request: jax.Array,
+    model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array
 ):
     """The hidden states of a chunk's tokens, and its `Rows`."""
     (start, length, _, _, _, _, total), sampling, *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
     positions = start + jnp.arange(bucket, dtype=jnp.int32)
     rotations = decoder.rotary(model, positions, jnp.broadcast_to(total, positions.shape))
     adapters = None if config.adapters is None else unpack(sampling[None]).adapter
-    cache = PrefixCache(start, positions, start + length, attention)
+    cache = PrefixCache(start, positions, start + length)
     return decoder.embed(model, weights, tokens), Rows(rotations, cache, adapters)
 
 
@@ -296,15 +304,13 @@ def generate(
     model: ModelConfig, config: EngineConfig, attention: Attention, state: DecodeState, weights: Weights, request: jax.Array
 ):
     """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
-    x, rows = begin_generate(model, config, attention, state, weights, request)
-    pools, x = run_layers(model, model.pattern, state.pools, weights.layers, x, rows)
+    x, rows = begin_generate(model, config, state, weights, request)
+    pools, x = run_layers(model, attention, model.pattern, state.pools, weights.layers, x, rows)
     state, results = end_generate(model, config, state, weights, request, x)
     return state.with_pools(*pools), results
 
 
-def begin_generate(
-    model: ModelConfig, config: EngineConfig, attention: Attention, state: DecodeState, weights: Weights, request: jax.Array
-):
+def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
     """The hidden states of the rows' last tokens, and their `Rows`."""
     slots, active, positions, page_table = _rows(config, state, request)
     cache = PagedCache(
@@ -312,7 +318,6 @@ def begin_generate(
         pages=request[:, 1],
         offsets=positions % config.page_size,
         lengths=jnp.where(active, positions + 1, 0),
-        attention=attention,
     )
     rotations = decoder.rotary(model, positions, positions + 1)
     adapters = None if config.adapters is None else unpack(state.sampling[slots]).adapter

@@ -1,4 +1,4 @@
-"""How the programs of one engine attend: the plain implementation, or the Pallas kernels that come with JAX.
+"""How the programs of one engine attend: the plain implementation, the Pallas kernels that come with JAX, or C++ on CPU.
 
 `choose_attention` decides once per engine, from the platform and from what the model needs. A kernel takes what it can do; everything
 else falls to `engine.attention`, for a reason that `Attention.explain` gives and `preheat plan` prints.
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
+from engine import native
 from engine.attention import Scoring, attend_pages, attend_prefix, attend_rows
 from engine.config import ConfigError, EngineConfig, ModelConfig
 
@@ -55,11 +56,13 @@ class Choice:
 class Attention:
     """How the programs attend. ``mesh`` is None where every layer has a pool of its own.
 
-    ``pins`` is off on GPUs: there XLA lays arrays out as they are written anyway.
+    ``pins`` is off on GPUs: there XLA lays arrays out as they are written anyway. ``native`` are the CPU devices on which
+    `engine.native` attends, and stores in decode.
     """
 
     mesh: Mesh | None = None
     pins: bool = False
+    native: Mesh | None = None
     decode: Choice = Choice()
     prefill: Choice = Choice()
 
@@ -88,6 +91,9 @@ class Attention:
 
     def prefix(self, q, keys, values, layer, positions, length, *, scoring: Scoring, window: Window, sinks):
         """`engine.attention.attend_prefix`."""
+        if self.native is not None:
+            options = {"scoring": scoring, "window": window, "sinks": sinks}
+            return native.prefill(self.native, (keys, values), layer, q, positions[0], length, **options)
         if self.prefill.kernel is None:
             options = {"scoring": scoring, "window": window, "sinks": sinks}
             return attend_prefix(q, keys, values, layer, positions, length, **options)
@@ -108,10 +114,17 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
     Raises:
       ConfigError: kernels are asked for where there are none.
     """
-    mesh = mesh if config.layers == "scanned" else None
-    pins = mesh is not None and platform != "gpu"
+    listed = mesh if config.layers == "scanned" else None
+    pins = listed is not None and platform != "gpu"
     if config.attention == "xla":
-        return Attention(mesh, pins)
+        return Attention(listed, pins)
+    if config.attention == "native":
+        if platform != "cpu":
+            raise ConfigError(f"--attention native is for CPUs, not for {platform}; use --attention auto, xla or pallas")
+        if reason := native.obstacle(model.head_dim):
+            return Attention(listed, pins, decode=Choice(reason=reason), prefill=Choice(reason=reason))
+        return Attention(listed, pins, mesh, decode=Choice(name="native"), prefill=Choice(name="native"))
+    mesh = listed
     if platform not in ("tpu", "gpu") or mesh is None:
         raise ConfigError(f"--attention pallas: there are no kernels for {platform}; use --attention auto or xla")
     paged = Choice(_tpu_pages if platform == "tpu" else _gpu_pages, "Pallas paged_attention")
@@ -120,7 +133,7 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
         paged = Choice(reason=reason)
     if reason := _prefill_obstacle(model, config, platform):
         splash = Choice(reason=reason)
-    return Attention(mesh, pins, paged, splash)
+    return Attention(mesh, pins, decode=paged, prefill=splash)
 
 
 def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:

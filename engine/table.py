@@ -91,7 +91,7 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         kind, _, size = name.partition("/")
         whole, begin, end = (
             named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *attends, *bound)
-            for part, attends in (("", (attention,)), ("begin_", (attention,)), ("end_", ()))
+            for part, attends in (("", (attention,)), ("begin_", ()), ("end_", ()))
         )
         split = segments(model, config, rows, tree_bytes(weights.layers[0]))
         if not split:
@@ -103,7 +103,7 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
         yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
         for segment in {segment.part: segment for segment in reversed(split)}.values():
-            run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, segment.pattern)
+            run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, attention, segment.pattern)
             pools = segment.of_pools(carried.pools)
             arguments = (pools, weights.layers[segment.layers], x, about)
             yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)

@@ -132,10 +132,11 @@ class ServeConfig:
     kv_dtype: Literal["auto", "int8"] = option(
         "auto", options.choice("auto", "int8"), "of stored keys and values; auto: as --dtype", metavar="KIND"
     )
-    attention: Literal["auto", "xla", "pallas"] = option(
+    attention: Literal["auto", "xla", "pallas", "native"] = option(
         "auto",
-        options.choice("auto", "xla", "pallas"),
-        "who attends; auto is pallas on TPU, xla elsewhere; pallas leaves to xla what its kernels cannot do, and says so",
+        options.choice("auto", "xla", "pallas", "native"),
+        "who attends; auto is native (C++) on CPU, pallas on TPU, xla on GPU; what native or pallas cannot do is left to xla, "
+        "which is said at the start",
         metavar="KIND",
     )
     lora: tuple[tuple[str, Path], ...] = option(

@@ -92,12 +92,14 @@ def fingerprint(
 
 
 def source_digests(package: str, *, host_only: bool = False) -> dict[str, Json]:
-    """A digest of each Python file of a package that may be traced, by path; with ``host_only`` of the others."""
+    """A digest of each file of a package that may be traced or called, by path: Python files and native libraries; with
+    ``host_only`` of the others."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"no package {package!r}")
     root = Path(spec.submodule_search_locations[0])
-    paths = {f"{package}/{path.relative_to(root).as_posix()}": path for path in sorted(root.rglob("*.py"))}
+    files = sorted([*root.rglob("*.py"), *root.rglob("*.so")])
+    paths = {f"{package}/{path.relative_to(root).as_posix()}": path for path in files}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for name, path in paths.items()

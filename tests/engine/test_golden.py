@@ -17,9 +17,10 @@ PROMPTS = range(4)
 
 LAYOUTS = {
     "unrolled": {},
-    "segments": {"call_bytes": 1},
+    "segments": {"call_bytes": 1, "attention": "native"},
     "scanned": {"layers": "scanned"},
     "two devices": {"tp": 2, "layers": "scanned", "page_size": 32},
+    "two devices, native": {"tp": 2, "layers": "scanned", "attention": "native"},
 }
 
 

@@ -18,7 +18,9 @@ EXAMPLE = "seed_oss"
 CASES = sorted({folder.name for folder in FAMILIES.iterdir()} - {EXAMPLE})
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 MIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "qwen2", "smollm3")  # layers of several kinds
-LAYOUT = {"slots": 2, "max_len": 192, "kv_pages": 1 + 2 * 12, "prefill_buckets": (32,), "batch_sizes": (2,)}
+LAYOUT = {
+    "slots": 2, "max_len": 192, "kv_pages": 1 + 2 * 12, "prefill_buckets": (32,), "batch_sizes": (2,), "attention": "native",
+}  # fmt: skip
 
 
 def check(golden, name, index, position, tokens, logprobs):

@@ -191,5 +191,5 @@ def test_who_attends():
 def test_kernels_are_for_accelerators():
     with pytest.raises(ConfigError, match="--attention pallas: there are no kernels for cpu"):
         explained("cpu")
-    assert [attention_choice("auto", platform) for platform in ("cpu", "gpu", "tpu")] == ["xla", "xla", "pallas"]
+    assert [attention_choice("auto", platform) for platform in ("cpu", "gpu", "tpu")] == ["native", "xla", "pallas"]
     assert attention_choice("xla", "tpu") == "xla" and attention_choice("pallas", "gpu") == "pallas"

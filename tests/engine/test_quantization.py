@@ -83,7 +83,7 @@ def rounded_model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("layout", [{"layers": "scanned"}, {"tp": 2, "page_size": 32, "call_bytes": 1}], ids=str)
+@pytest.mark.parametrize("layout", [{"layers": "scanned"}, {"tp": 2, "page_size": 32, "call_bytes": 1, "attention": "native"}], ids=str)
 def test_int8_weights_are_the_rounded_model(layout, rounded_model):
     want_prompt, want, tokens = log_probs(rounded_model)
     prompt, found, found_tokens = log_probs(GOLDEN / "tiny_llama", quantize="int8", **layout)
@@ -136,7 +136,7 @@ def test_a_prefix_of_int8():
         np.testing.assert_allclose(out[row, 0], weights / weights.sum() @ values, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [{"layers": "scanned"}, {"tp": 2, "page_size": 32, "call_bytes": 1}], ids=str)
+@pytest.mark.parametrize("layout", [{"layers": "scanned"}, {"tp": 2, "page_size": 32, "call_bytes": 1, "attention": "native"}], ids=str)
 def test_int8_keys_stay_close(layout):
     """Rounding moves the log-probs a little, on average; less than layouts could by storing at the wrong place."""
     plain, close = log_probs(GOLDEN / "tiny_llama"), log_probs(GOLDEN / "tiny_llama", kv_dtype="int8", **layout)

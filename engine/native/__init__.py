@@ -1,0 +1,161 @@
+"""Attention on CPU in C++, called from XLA programs (``attention.cc``): it reads pages where they lie, which XLA cannot.
+
+The library is built when the package is installed (``setup.py``). Where there is none (no C++ compiler was there), or for
+a model it does not serve (`obstacle`), `engine.attention` does the same on XLA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from engine.attention import Scoring
+from engine.quantization import Quantized
+
+Pool = jax.Array | Quantized
+Window = jax.Array | int | None
+
+VECTOR = 16  # head_dim must be a multiple
+_UNLIMITED = 2**30  # tokens: a window without an end
+_NO_SINK = -1e30
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built."""
+    path = Path(__file__).parent / "_attention.abi3.so"
+    return ctypes.CDLL(str(path)) if path.exists() else None
+
+
+@functools.cache
+def load() -> str | None:
+    """Registers the custom calls, once, for this process. Returns why they are not there, or None.
+
+    Executables that call them can be loaded only after this.
+    """
+    try:
+        found = library()
+    except OSError as error:
+        return f"the native library does not load: {error}"
+    if found is None:
+        return "the native library was not built (it takes a C++ compiler when Preheat is installed)"
+    for name in ("preheat_decode", "preheat_prefill"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+    return None
+
+
+def obstacle(head_dim: int) -> str | None:
+    """Why a model of this ``head_dim`` cannot be served, or None."""
+    if reason := load():
+        return reason
+    return f"head_dim = {head_dim} is no multiple of {VECTOR}" if head_dim % VECTOR else None
+
+
+def decode(
+    mesh: Mesh,
+    pools: tuple[Pool, Pool],  # [n, k, pages, page_size, head_dim] each
+    layer: jax.Array | int,  # which of the n
+    q: jax.Array,  # [b, k, g, head_dim]
+    stored: tuple[Pool, Pool],  # [b, k, head_dim]: the key and value of each row's token, as the pools store them
+    page_table: jax.Array,  # int32 [b, width]
+    pages: jax.Array,  # int32 [b]: where the token is stored
+    offsets: jax.Array,  # int32 [b]: within the page
+    lengths: jax.Array,  # int32 [b]: live tokens of each row, this one included; 0 for padded rows, which store nothing
+    *,
+    scoring: Scoring,
+    window: Window,
+    sinks: jax.Array | None,  # [k, g]
+) -> tuple[tuple[Pool, Pool], jax.Array]:
+    """Stores each row's token, then attends like `engine.attention.attend_pages`: the new pools, and [b, k, g, head_dim].
+
+    The pools are changed in place: XLA copies them first unless nobody needs the old ones.
+    """
+    heads = PartitionSpec(None, "tp")
+
+    def call(pools, q, stored, sinks, layer, page_table, lengths, pages, offsets, window):
+        arrays = jax.tree.leaves((stored, pools))
+        fixed = (q, layer, page_table, lengths, pages, offsets, window, sinks)
+        of_pools = arrays[len(arrays) // 2 :]
+        outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in of_pools)]
+        first = len(fixed) + len(arrays) // 2
+        aliases = {first + i: 1 + i for i in range(len(of_pools))}
+        run = jax.ffi.ffi_call("preheat_decode", outputs, input_output_aliases=aliases)
+        out, *new = run(*fixed, *arrays, **_attributes(scoring, q))
+        return jax.tree.unflatten(jax.tree.structure(pools), new), out
+
+    pools, out = _by_heads(mesh, call, 3, (heads, heads))(
+        pools,
+        q.astype(jnp.float32),
+        stored,
+        _sinks(sinks, q.shape[1:3]),
+        jnp.asarray(layer, jnp.int32),
+        page_table,
+        lengths,
+        pages,
+        offsets,
+        _window(window),
+    )
+    return pools, out.astype(q.dtype)
+
+
+def prefill(
+    mesh: Mesh,
+    pools: tuple[Pool, Pool],  # [n, k, capacity, head_dim] each
+    layer: jax.Array | int,  # which of the n
+    q: jax.Array,  # [t, k, g, head_dim]
+    start: jax.Array,  # int32: position of the first query; the others follow
+    length: jax.Array,  # int32: live tokens of the prefix, this chunk's included
+    *,
+    scoring: Scoring,
+    window: Window,
+    sinks: jax.Array | None,  # [k, g]
+) -> jax.Array:  # [t, k, g, head_dim]
+    """`engine.attention.attend_prefix`."""
+    heads = PartitionSpec(None, "tp")
+
+    def call(pools, q, sinks, layer, start, length, window):
+        run = jax.ffi.ffi_call("preheat_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))
+        return run(q, layer, start, length, window, sinks, *jax.tree.leaves(pools), **_attributes(scoring, q))
+
+    out = _by_heads(mesh, call, 2, heads)(
+        pools,
+        q.astype(jnp.float32),
+        _sinks(sinks, q.shape[1:3]),
+        jnp.asarray(layer, jnp.int32),
+        start,
+        length,
+        _window(window),
+    )
+    return out.astype(q.dtype)
+
+
+def _by_heads(mesh: Mesh, call: Any, arrays: int, outputs: Any) -> Any:
+    """``call`` on each device's heads: the second dimension of its first ``arrays`` arguments, the first of the next one."""
+    if mesh.size == 1:
+        return call
+
+    def mapped(*arguments):
+        heads, sinks, whole = PartitionSpec(None, "tp"), PartitionSpec("tp"), PartitionSpec()
+        specs = (*[heads] * arrays, sinks, *[whole] * (len(arguments) - arrays - 1))
+        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
+
+    return mapped
+
+
+def _attributes(scoring: Scoring, q: jax.Array) -> dict[str, np.float32]:
+    scale = q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    return {"scale": np.float32(scale), "softcap": np.float32(scoring.softcap or 0)}
+
+
+def _window(window: Window) -> jax.Array:
+    return jnp.asarray(_UNLIMITED if window is None else window, jnp.int32)
+
+
+def _sinks(sinks: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.full(shape, _NO_SINK, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
