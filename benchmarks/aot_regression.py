@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="of the 125M shape, which has 12 (default: %(default)s)")
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=12, help="of steps per batch size (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="processes for a figure of memory (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="processes for each peak (default: %(default)s)")
     parser.add_argument("--target", help="compile for a TPU slice instead, e.g. v5e-4")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "ROOT"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
