@@ -1,6 +1,6 @@
 """What pyproject.toml cannot say: the native library is built against the headers that jaxlib ships.
 
-It is optional: without a C++ compiler the package installs without it, and CPU servers attend on XLA.
+It is optional: without a C++ compiler the package installs without it, and CPU servers do the same on XLA.
 """
 
 import sys
@@ -10,8 +10,8 @@ import jaxlib
 from setuptools import Extension, setup
 
 EXTENSION = Extension(
-    "engine.native._attention",
-    sources=["engine/native/attention.cc"],
+    "engine.native._native",
+    sources=["engine/native/native.cc"],
     depends=["engine/native/kernels.inc"],
     include_dirs=[str(Path(jaxlib.__file__).parent / "include")],
     extra_compile_args=["-std=c++17", "-O3", "-g0"],

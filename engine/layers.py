@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from engine import native
 from engine.quantization import Quantized
 
 SWIGLU_GAIN, SWIGLU_LIMIT = 1.702, 7.0  # of ``clamped_swiglu``: GPT-OSS's
@@ -14,24 +15,33 @@ FEW_ROWS = 32  # up to so many rows, a CPU takes the weight as left operand
 
 def linear(weight: jax.Array | Quantized, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in]: [rows, out]."""
-    if isinstance(weight, Quantized):
-        y = (linear(weight.values.astype(x.dtype), x).astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
-    elif 1 < x.shape[0] <= FEW_ROWS:
+    rows = x.shape[0]
+    if native.takes(weight, rows):
+        y = jax.lax.platform_dependent(weight, x, cpu=native.linear, default=_product)
+    elif 1 < rows <= FEW_ROWS:
         y = jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
     else:
         y = _product(weight, x)
     return y if bias is None else y + bias[None]
 
 
-def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
+def _product(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
+    if isinstance(weight, Quantized):
+        return _scaled(_product(weight.values.astype(x.dtype), x), weight)
     return jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
 
 
-def _few_rows_on_cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
+def _few_rows_on_cpu(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
     """The weight stays the left operand. XLA would swap the two, and its CPU library then transposes the whole weight at every
     call; the barriers keep it from seeing that it could (docs/decisions.md has the figures)."""
+    if isinstance(weight, Quantized):
+        return _scaled(_few_rows_on_cpu(weight.values.astype(x.dtype), x), weight)
     barrier = jax.lax.optimization_barrier
     return barrier(jax.lax.dot_general(weight, barrier(x.T), (((1,), (0,)), ((), ())))).T
+
+
+def _scaled(y: jax.Array, weight: Quantized) -> jax.Array:
+    return (y.astype(jnp.float32) * weight.scale[None]).astype(y.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False) -> jax.Array:

@@ -18,6 +18,7 @@ from engine.api import MAX_LOGIT_BIAS, MAX_SUPPRESSED, TOP_LOGPROBS, SamplingPar
 NO_TOKEN = np.int32(2**31 - 1)  # pads lists of ids: outside every vocabulary, so that scatters drop it
 NEVER = -jnp.inf
 GATHERED_ROWS = 32
+ARGMAX_BLOCK = 128
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTS = ("top_k", "min_tokens", "logprobs", "seed_low", "seed_high", "sample", "adapter")
@@ -142,7 +143,22 @@ def _when(condition: jax.Array, apply, logits: jax.Array) -> jax.Array:
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_at_once)
+
+
+def _argmax_at_once(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _argmax_by_blocks(logits: jax.Array) -> jax.Array:
+    """The first of the largest, like `jnp.argmax`, which XLA's CPU code finds number by number. Maxima alone it finds by vectors: so
+    first the block with the largest number, then the number in that block."""
+    rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % ARGMAX_BLOCK)), constant_values=NEVER)
+    blocks = padded.reshape(rows, -1, ARGMAX_BLOCK)
+    block = _argmax_at_once(jnp.max(blocks, axis=-1))
+    of_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * ARGMAX_BLOCK + _argmax_at_once(of_block)
 
 
 def _add_bias(logits: jax.Array, rows: SamplingRows) -> jax.Array:

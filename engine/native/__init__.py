@@ -1,7 +1,9 @@
-"""Attention on CPU in C++, called from XLA programs (``attention.cc``): it reads pages where they lie, which XLA cannot.
+"""What CPUs do in C++, called from XLA programs (``native.cc``): attention, and linear maps of few rows.
 
-The library is built when the package is installed (``setup.py``). Where there is none (no C++ compiler was there), or for
-a model it does not serve (`obstacle`), `engine.attention` does the same on XLA.
+Attention reads pages where they lie; linear maps read a weight once, as it is stored. XLA does neither.
+
+The library is built when the package is installed (``setup.py``). Where there is none (no C++ compiler was there), or where it
+does not serve (`obstacle`, `takes`), `engine.attention` and `engine.layers` do the same on XLA.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from engine.quantization import Quantized
 Pool = jax.Array | Quantized
 Window = jax.Array | int | None
 
-VECTOR = 16  # head_dim must be a multiple
+VECTOR = 16  # head_dim, and a linear map's inputs, must be a multiple
+FEW_ROWS = {"float32": range(2, 17), "bfloat16": range(1, 33), "int8": range(1, 33)}  # of `linear`, by the weight's type
 _UNLIMITED = 2**30  # tokens: a window without an end
 _NO_SINK = -1e30
 
 
 def library() -> ctypes.CDLL | None:
     """The library, or None where it was not built."""
-    path = Path(__file__).parent / "_attention.abi3.so"
+    path = Path(__file__).parent / "_native.abi3.so"
     return ctypes.CDLL(str(path)) if path.exists() else None
 
 
@@ -45,7 +48,7 @@ def load() -> str | None:
         return f"the native library does not load: {error}"
     if found is None:
         return "the native library was not built (it takes a C++ compiler when Preheat is installed)"
-    for name in ("preheat_decode", "preheat_prefill"):
+    for name in ("preheat_decode", "preheat_prefill", "preheat_linear"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
     return None
 
@@ -133,6 +136,22 @@ def prefill(
         _window(window),
     )
     return out.astype(q.dtype)
+
+
+def takes(weight: Pool, rows: int) -> bool:
+    """Whether `linear` is there for ``rows`` rows and this weight, and on CPU faster than XLA."""
+    values = weight.values if isinstance(weight, Quantized) else weight
+    few = FEW_ROWS.get(values.dtype.name, ())
+    return rows in few and weight.ndim == 2 and weight.shape[1] % VECTOR == 0 and load() is None
+
+
+def linear(weight: Pool, x: jax.Array) -> jax.Array:
+    """x [rows, in] times weight [out, in]: [rows, out], summed up in float32. On CPU only.
+
+    Of a weight that is split over devices XLA makes it whole first: on CPU there are several in tests only.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("preheat_linear", out)(x.astype(jnp.float32), *jax.tree.leaves(weight)).astype(x.dtype)
 
 
 def _by_heads(mesh: Mesh, call: Any, arrays: int, outputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The C++ attention of CPU servers against one plain softmax in float64, on every instruction set; and who is chosen when."""
+"""What CPU servers do in C++, on every instruction set, against numpy in float64: attention, linear maps; and who is chosen when."""
 
 import ctypes
 
@@ -13,6 +13,7 @@ from engine import native
 from engine.attention import Scoring
 from engine.config import ConfigError, EngineConfig, ModelConfig, attention_choice
 from engine.kernels import choose_attention
+from engine.layers import linear
 from engine.quantization import Quantized, dequantize, quantize
 
 needs_library = pytest.mark.skipif(native.load() is not None, reason=str(native.load()))
@@ -220,6 +221,52 @@ def test_prefill_with_windows_soft_caps_scales_and_sinks(window, traced, devices
     traced_options = options | {"window": jnp.int32(window) if traced else window}
     out = prefill(q, pools, 0, 250, 450, devices=devices, **traced_options)
     check_prefill(out, q, pools, 0, 250, 200, **options)
+
+
+@needs_library
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (65, 80), (1000, 768)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_linear(outputs, inputs, kind, lanes):
+    """Tiles of 3, 4 and 6, whole and not; one part and several for the threads."""
+    rng = np.random.default_rng(outputs)
+    weight = rng.normal(size=(outputs, inputs)).astype(np.float32)
+    if kind == "int8":
+        stored = quantize(jnp.asarray(weight))
+        weight = np.asarray(stored.values, np.float64) * np.asarray(stored.scale, np.float64)[:, None]
+    else:
+        stored = jnp.asarray(weight.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32))
+        weight = np.asarray(stored, np.float64)
+    for rows in (1, 2, 3, 4, 7, 32):
+        x = rng.normal(size=(rows, inputs)).astype(np.float32)
+        np.testing.assert_allclose(jax.jit(native.linear)(stored, x), x.astype(np.float64) @ weight.T, rtol=1e-5, atol=1e-4)
+
+
+@needs_library
+def test_bfloat16_rows_are_summed_up_in_float32():
+    """Of 1 + 2^-8 * 4096 every partial sum in bfloat16 would stay 1."""
+    x = jnp.full((2, 4112), 2**-4, jnp.bfloat16).at[:, :16].set(0).at[:, 0].set(1)
+    weight = jnp.full((3, 4112), 2**-4, jnp.bfloat16).at[:, 0].set(1)
+    out = jax.jit(native.linear)(weight, x)
+    assert out.dtype == jnp.bfloat16
+    assert (np.asarray(out, np.float32) == 17).all()
+
+
+@needs_library
+def test_which_linear_maps_are_native():
+    def calls(kind, rows, inputs=64):
+        weight = jax.ShapeDtypeStruct((8, inputs), kind)
+        if kind == "int8":
+            weight = Quantized(weight, jax.ShapeDtypeStruct((8,), "float32"))
+        x = jax.ShapeDtypeStruct((rows, inputs), "bfloat16" if kind == "bfloat16" else "float32")
+        lowered = jax.jit(linear).trace(weight, x).lower(lowering_platforms=(platform,))
+        return "preheat_linear" in lowered.as_text()
+
+    platform = "cpu"
+    assert [rows for rows in (1, 2, 8, 64) if calls("float32", rows)] == [2, 8]
+    assert [rows for rows in (1, 2, 8, 64) if calls("int8", rows)] == [1, 2, 8]
+    assert not calls("float32", 8, inputs=72)
+    platform = "tpu"
+    assert not any(calls(kind, 8) for kind in ("float32", "bfloat16", "int8"))
 
 
 def model(**changes) -> ModelConfig:

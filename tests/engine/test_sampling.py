@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from engine.api import TOP_LOGPROBS, SamplingParams
-from engine.sampling import SamplingContext, choose, pack, pack_results, unpack
+from engine.sampling import SamplingContext, _argmax, choose, pack, pack_results, unpack
 
 VOCAB = 50
 
@@ -47,6 +47,15 @@ def logits():
 
 def test_greedy_takes_the_largest(logits):
     assert run([logits, -logits], [SamplingParams(), SamplingParams()]).tolist() == [logits.argmax(), logits.argmin()]
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 128, 129, 1000])
+def test_greedy_takes_the_first_of_the_largest(vocab):
+    """Wherever it stands, within blocks and at their borders; of equals the first, as numpy does."""
+    rng = np.random.default_rng(vocab)
+    rows = [np.zeros(vocab), np.full(vocab, -np.inf), -np.arange(vocab), np.arange(vocab), *rng.integers(0, 3, (20, vocab))]
+    rows = np.array(rows, np.float32)
+    assert jax.jit(_argmax)(rows).tolist() == rows.argmax(-1).tolist()
 
 
 def draws(logits, count=4000, **options) -> np.ndarray:

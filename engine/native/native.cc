@@ -1,8 +1,11 @@
-// Attention on CPU, as custom calls of XLA programs: engine/native/__init__.py says what they take and return.
+// Attention, and linear maps of few rows, on CPU, as custom calls of XLA programs: engine/native/__init__.py says what they take and
+// return.
 //
 // XLA cannot multiply by pages where they lie: it copies the pages of all rows into one buffer first, three times the memory
-// traffic of reading them. These calls read pages in place, and in prefill skip what causality hides. Both walk over the stored
+// traffic of reading them. Attention here reads pages in place, and in prefill skips what causality hides. It walks over the stored
 // tokens in blocks with the online softmax of FlashAttention (arXiv:2205.14135), in float32.
+//
+// Linear maps of few rows read the weight once, as it is stored, int8 included, which XLA would convert as a whole first.
 //
 // Work is shared with the threads of XLA's own pool. Instruction sets are chosen when the library is loaded.
 
@@ -16,6 +19,10 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include "xla/ffi/api/ffi.h"
 
@@ -31,10 +38,12 @@ namespace baseline {
 #define LANES 4
 #define ROWS 4
 #define COLUMNS 2
+#define OUTPUTS 3
 #include "kernels.inc"
 #undef LANES
 #undef ROWS
 #undef COLUMNS
+#undef OUTPUTS
 }  // namespace baseline
 
 #if defined(__x86_64__)
@@ -48,10 +57,12 @@ namespace avx2 {
 #define LANES 8
 #define ROWS 6
 #define COLUMNS 2
+#define OUTPUTS 3
 #include "kernels.inc"
 #undef LANES
 #undef ROWS
 #undef COLUMNS
+#undef OUTPUTS
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -65,10 +76,12 @@ namespace avx512 {
 #define LANES 16
 #define ROWS 6
 #define COLUMNS 4
+#define OUTPUTS 6
 #include "kernels.inc"
 #undef LANES
 #undef ROWS
 #undef COLUMNS
+#undef OUTPUTS
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -92,12 +105,16 @@ struct Kernels {
   decltype(&baseline::weigh<float>) weigh_float32;
   decltype(&baseline::weigh<BFloat16>) weigh_bfloat16;
   decltype(&baseline::weigh<int8_t>) weigh_int8;
+  decltype(&baseline::apply<float>) apply_float32;
+  decltype(&baseline::apply<BFloat16>) apply_bfloat16;
+  decltype(&baseline::apply<int8_t>) apply_int8;
 };
 
-#define KERNELS(set)                                                                                                       \
-  Kernels {                                                                                                                \
-    set::multiply, set::scale, set::bound, set::soften, set::score<float>, set::score<BFloat16>, set::score<int8_t>, set::weigh<float>, \
-        set::weigh<BFloat16>, set::weigh<int8_t>                                                                           \
+#define KERNELS(set)                                                                                              \
+  Kernels {                                                                                                       \
+    set::multiply, set::scale, set::bound, set::soften, set::score<float>, set::score<BFloat16>, set::score<int8_t>, \
+        set::weigh<float>, set::weigh<BFloat16>, set::weigh<int8_t>, set::apply<float>, set::apply<BFloat16>,      \
+        set::apply<int8_t>                                                                                         \
   }
 
 // The kernels of the largest instruction set that this machine has, of at most so many lanes.
@@ -120,6 +137,9 @@ auto Score(const int8_t*) { return kernels.score_int8; }
 auto Weigh(const float*) { return kernels.weigh_float32; }
 auto Weigh(const BFloat16*) { return kernels.weigh_bfloat16; }
 auto Weigh(const int8_t*) { return kernels.weigh_int8; }
+auto Apply(const float*) { return kernels.apply_float32; }
+auto Apply(const BFloat16*) { return kernels.apply_bfloat16; }
+auto Apply(const int8_t*) { return kernels.apply_int8; }
 
 float Widen(int8_t x) { return x; }
 float Widen(BFloat16 x) {
@@ -135,6 +155,8 @@ constexpr int64_t kBlock = 64;             // tokens whose scores exist at once
 constexpr int64_t kChunk = 512;            // tokens of one row that one thread takes in decode
 constexpr int64_t kQueries = 256;          // queries of one key/value head that one thread takes in prefill
 constexpr int64_t kWorthSharing = 1 << 15;  // numbers read: less is done before another thread wakes up
+constexpr int64_t kParts = 8;              // of a linear map for each thread, so that one that comes late holds up little
+constexpr int64_t kTiles = 6;              // a part's outputs are a multiple
 constexpr float kNothing = -1e30f;         // a sink of this score is none
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
@@ -353,6 +375,24 @@ struct Prefill {
   }
 };
 
+// --- linear maps --------------------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Linear {
+  int64_t rows, outputs, depth;
+  const float* x;       // [rows, depth]
+  const T* weight;      // [outputs, depth]
+  const float* scales;  // [outputs], or null
+
+  void Run(ffi::ThreadPool& pool, float* out) const {
+    const int64_t parts = std::clamp<int64_t>(outputs * depth / kWorthSharing, 1, kParts * pool.num_threads());
+    const int64_t size = (outputs / parts + kTiles) / kTiles * kTiles;
+    ForEach(pool, (outputs + size - 1) / size, parts > 1, [&](int64_t item) {
+      Apply(weight)(x, weight, scales, out, item * size, std::min(outputs, (item + 1) * size), outputs, rows, depth);
+    });
+  }
+};
+
 // --- custom calls -------------------------------------------------------------------------------------------------------------
 
 ffi::Error Invalid(const char* what) { return ffi::Error::InvalidArgument(what); }
@@ -374,7 +414,7 @@ ffi::Error Dispatch(const ffi::AnyBuffer& stored, const Call& call) {
     case ffi::DataType::S8:
       return call(static_cast<int8_t*>(nullptr));
     default:
-      return Invalid("keys and values must be float32, bfloat16 or int8");
+      return Invalid("what is stored must be float32, bfloat16 or int8");
   }
 }
 
@@ -456,6 +496,24 @@ ffi::Error PrefillCall(ffi::ThreadPool pool, float scale, float softcap, ffi::Bu
   });
 }
 
+ffi::Error LinearCall(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight, ffi::RemainingArgs scales,
+                      ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const float* of_scales = nullptr;
+  if (scales.size()) {
+    const auto array = scales.get<ffi::Buffer<ffi::F32>>(0);
+    if (array.has_error()) return array.error();
+    of_scales = array->typed_data();
+  }
+  const auto shape = weight.dimensions();
+  if (shape[1] % kVector) return Invalid("inputs must be a multiple of 16");
+  return Dispatch(weight, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    Linear<T>{x.dimensions()[0], shape[0], shape[1], x.typed_data(), static_cast<const T*>(weight.untyped_data()), of_scales}.Run(
+        pool, out->typed_data());
+    return ffi::Error::Success();
+  });
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_decode, DecodeCall,
@@ -486,6 +544,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_prefill, PrefillCall,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_linear, LinearCall,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
