@@ -122,7 +122,10 @@ def test_prefill_kernel(start, tokens, window, softcap, sinks, interpreted):
 
 
 def test_an_engine_on_kernels(interpreted, monkeypatch):
-    """Prefill, insert and decode beside a padded row: the tokens that transformers gives (`test_golden.py`), in bfloat16."""
+    """Prefill, insert and decode beside a padded row: the tokens that transformers gives (`test_golden.py`), in bfloat16.
+
+    The second-best tokens of this prompt are 0.17 behind, which bfloat16's rounding does not close.
+    """
     as_on_tpu = lambda model, config, mesh, platform: choose_attention(model, config, mesh, "tpu")  # noqa: E731
     monkeypatch.setattr(jax_engine, "choose_attention", as_on_tpu)
     layout = {"slots": 2, "batch_sizes": (2,), "prefill_buckets": (16,), "page_size": 16, "kv_pages": 33}
@@ -132,10 +135,10 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
     with interpreted["tpu"]:
         runner = Runner(make_engine(tiny, quick=True, **layout, **accelerator))
         assert "XLA" not in runner.engine.attention.explain()
-        sequence, _ = runner.start(golden["prompt_1"].tolist(), slot=1)
+        sequence, _ = runner.start(golden["prompt_3"].tolist(), slot=1)
         for _ in range(2):
             runner.step([sequence])
-    assert sequence.tokens == golden["greedy_1"][:3].tolist()
+    assert sequence.tokens == golden["greedy_3"][:3].tolist()
 
 
 def test_xla_over_the_list_of_pages():
