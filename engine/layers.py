@@ -10,38 +10,35 @@ from engine.quantization import Quantized
 
 SWIGLU_GAIN, SWIGLU_LIMIT = 1.702, 7.0  # of ``clamped_swiglu``: GPT-OSS's
 
-FEW_ROWS = 32  # up to so many rows, a CPU takes the weight as left operand
+FEW_ROWS = 32  # up to so many rows, XLA on CPU takes the weight as left operand
 
 
 def linear(weight: jax.Array | Quantized, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in]: [rows, out]."""
-    rows = x.shape[0]
-    if native.takes(weight, rows):
-        y = jax.lax.platform_dependent(weight, x, cpu=native.linear, default=_product)
-    elif 1 < rows <= FEW_ROWS:
-        y = jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
+    if native.takes(weight, x.shape[0]):
+        y = jax.lax.platform_dependent(weight, x, cpu=native.linear, default=_on_xla)
     else:
-        y = _product(weight, x)
+        y = _on_xla(weight, x)
     return y if bias is None else y + bias[None]
 
 
-def _product(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
+def _on_xla(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
     if isinstance(weight, Quantized):
-        return _scaled(_product(weight.values.astype(x.dtype), x), weight)
+        return (_on_xla(weight.values.astype(x.dtype), x).astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+    if 1 < x.shape[0] <= FEW_ROWS:
+        return jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
+    return _product(weight, x)
+
+
+def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ()))).T
 
 
-def _few_rows_on_cpu(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
+def _few_rows_on_cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The weight stays the left operand. XLA would swap the two, and its CPU library then transposes the whole weight at every
     call; the barriers keep it from seeing that it could (docs/decisions.md has the figures)."""
-    if isinstance(weight, Quantized):
-        return _scaled(_few_rows_on_cpu(weight.values.astype(x.dtype), x), weight)
     barrier = jax.lax.optimization_barrier
     return barrier(jax.lax.dot_general(weight, barrier(x.T), (((1,), (0,)), ((), ())))).T
-
-
-def _scaled(y: jax.Array, weight: Quantized) -> jax.Array:
-    return (y.astype(jnp.float32) * weight.scale[None]).astype(y.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False) -> jax.Array:

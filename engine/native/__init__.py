@@ -142,7 +142,7 @@ def takes(weight: Pool, rows: int) -> bool:
     """Whether `linear` is there for ``rows`` rows and this weight, and on CPU faster than XLA."""
     values = weight.values if isinstance(weight, Quantized) else weight
     few = FEW_ROWS.get(values.dtype.name, ())
-    return rows in few and weight.ndim == 2 and weight.shape[1] % VECTOR == 0 and load() is None
+    return rows in few and weight.shape[1] % VECTOR == 0 and load() is None
 
 
 def linear(weight: Pool, x: jax.Array) -> jax.Array:

@@ -418,24 +418,35 @@ ffi::Error Dispatch(const ffi::AnyBuffer& stored, const Call& call) {
   }
 }
 
+// What is stored as one array, or as two with scales.
+struct Stored {
+  ffi::AnyBuffer data;
+  float* scales;  // or null
+};
+
+// ``count`` of them, either all with scales or none.
+ffi::Error Unpack(ffi::RemainingArgs arguments, size_t count, std::vector<Stored>& stored) {
+  const size_t each = arguments.size() / count;
+  if (each * count != arguments.size() || each < 1 || each > 2) return Invalid("stored arrays come alone, or each with its scales");
+  for (size_t i = 0; i < arguments.size(); i += each) {
+    const auto data = arguments.get<ffi::AnyBuffer>(i), scales = arguments.get<ffi::AnyBuffer>(i + each - 1);
+    if (data.has_error()) return data.error();
+    if (scales.has_error()) return scales.error();
+    stored.push_back({*data, each == 2 ? static_cast<float*>(scales->untyped_data()) : nullptr});
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error DecodeCall(ffi::ThreadPool pool, float scale, float softcap, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::S32> layer,
                       ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> pages,
                       ffi::Buffer<ffi::S32> offsets, ffi::Buffer<ffi::S32> window, ffi::Buffer<ffi::F32> sinks,
                       ffi::RemainingArgs stored, ffi::Result<ffi::Buffer<ffi::F32>> out, ffi::RemainingRets) {
   // new k, new v, k, v; or each with scales: new k, scales, new v, ...
-  const bool scaled = stored.size() == 8;
-  if (!scaled && stored.size() != 4) return Invalid("4 stored arrays, or 8 with scales");
-  std::vector<ffi::AnyBuffer> arrays;
-  for (size_t i = 0; i < stored.size(); ++i) {
-    const auto array = stored.get<ffi::AnyBuffer>(i);
-    if (array.has_error()) return array.error();
-    arrays.push_back(*array);
-  }
-  const auto array = [&](int i) { return arrays[scaled ? 2 * i : i]; };
-  const auto scales = [&](int i) { return scaled ? static_cast<float*>(arrays[2 * i + 1].untyped_data()) : nullptr; };
-  const auto shape = q.dimensions(), of_pool = array(2).dimensions();
+  std::vector<Stored> arrays;
+  if (const auto error = Unpack(stored, 4, arrays); error.failure()) return error;
+  const auto shape = q.dimensions(), of_pool = arrays[2].data.dimensions();
   if (shape[3] % kVector) return Invalid("head_dim must be a multiple of 16");
-  return Dispatch(array(2), [&](auto* null) {
+  return Dispatch(arrays[2].data, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     Decode<T>{shape[0],
               shape[1],
@@ -451,10 +462,10 @@ ffi::Error DecodeCall(ffi::ThreadPool pool, float scale, float softcap, ffi::Buf
               pages.typed_data(),
               offsets.typed_data(),
               sinks.typed_data(),
-              {static_cast<const T*>(array(0).untyped_data()), scales(0), shape[0], shape[1], shape[3]},
-              {static_cast<const T*>(array(1).untyped_data()), scales(1), shape[0], shape[1], shape[3]},
-              MakePool<T>(array(2), scales(2), of_pool[2] * of_pool[3]),
-              MakePool<T>(array(3), scales(3), of_pool[2] * of_pool[3])}
+              {static_cast<const T*>(arrays[0].data.untyped_data()), arrays[0].scales, shape[0], shape[1], shape[3]},
+              {static_cast<const T*>(arrays[1].data.untyped_data()), arrays[1].scales, shape[0], shape[1], shape[3]},
+              MakePool<T>(arrays[2].data, arrays[2].scales, of_pool[2] * of_pool[3]),
+              MakePool<T>(arrays[3].data, arrays[3].scales, of_pool[2] * of_pool[3])}
         .Run(pool, out->typed_data());
     return ffi::Error::Success();
   });
@@ -464,21 +475,13 @@ ffi::Error PrefillCall(ffi::ThreadPool pool, float scale, float softcap, ffi::Bu
                        ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::S32> window,
                        ffi::Buffer<ffi::F32> sinks, ffi::RemainingArgs stored, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   // k, v; or each with scales
-  const bool scaled = stored.size() == 4;
-  if (!scaled && stored.size() != 2) return Invalid("2 stored arrays, or 4 with scales");
-  std::vector<ffi::AnyBuffer> arrays;
-  for (size_t i = 0; i < stored.size(); ++i) {
-    const auto array = stored.get<ffi::AnyBuffer>(i);
-    if (array.has_error()) return array.error();
-    arrays.push_back(*array);
-  }
-  const auto array = [&](int i) { return arrays[scaled ? 2 * i : i]; };
-  const auto scales = [&](int i) { return scaled ? static_cast<float*>(arrays[2 * i + 1].untyped_data()) : nullptr; };
+  std::vector<Stored> arrays;
+  if (const auto error = Unpack(stored, 2, arrays); error.failure()) return error;
   const auto shape = q.dimensions();
   if (shape[3] % kVector) return Invalid("head_dim must be a multiple of 16");
-  return Dispatch(array(0), [&](auto* null) {
+  return Dispatch(arrays[0].data, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    const int64_t capacity = array(0).dimensions()[2];
+    const int64_t capacity = arrays[0].data.dimensions()[2];
     Prefill<T>{shape[0],
                shape[1],
                shape[2],
@@ -489,42 +492,44 @@ ffi::Error PrefillCall(ffi::ThreadPool pool, float scale, float softcap, ffi::Bu
                {scale, softcap, window.typed_data()[0]},
                q.typed_data(),
                sinks.typed_data(),
-               MakePool<const T>(array(0), scales(0), capacity),
-               MakePool<const T>(array(1), scales(1), capacity)}
+               MakePool<const T>(arrays[0].data, arrays[0].scales, capacity),
+               MakePool<const T>(arrays[1].data, arrays[1].scales, capacity)}
         .Run(pool, out->typed_data());
     return ffi::Error::Success();
   });
 }
 
-ffi::Error LinearCall(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight, ffi::RemainingArgs scales,
+ffi::Error LinearCall(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs stored,
                       ffi::Result<ffi::Buffer<ffi::F32>> out) {
-  const float* of_scales = nullptr;
-  if (scales.size()) {
-    const auto array = scales.get<ffi::Buffer<ffi::F32>>(0);
-    if (array.has_error()) return array.error();
-    of_scales = array->typed_data();
-  }
+  std::vector<Stored> arrays;
+  if (const auto error = Unpack(stored, 1, arrays); error.failure()) return error;
+  const ffi::AnyBuffer weight = arrays[0].data;
   const auto shape = weight.dimensions();
   if (shape[1] % kVector) return Invalid("inputs must be a multiple of 16");
   return Dispatch(weight, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    Linear<T>{x.dimensions()[0], shape[0], shape[1], x.typed_data(), static_cast<const T*>(weight.untyped_data()), of_scales}.Run(
+    Linear<T>{x.dimensions()[0], shape[0], shape[1], x.typed_data(), static_cast<const T*>(weight.untyped_data()), arrays[0].scales}.Run(
         pool, out->typed_data());
     return ffi::Error::Success();
   });
 }
 
+// What decode and prefill begin with: scale, softcap, q, layer, and where the tokens are.
+auto Attention() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Attr<float>("scale")
+      .Attr<float>("softcap")
+      .Arg<ffi::Buffer<ffi::F32>>()
+      .Arg<ffi::Buffer<ffi::S32>>()
+      .Arg<ffi::Buffer<ffi::S32>>()
+      .Arg<ffi::Buffer<ffi::S32>>();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_decode, DecodeCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                              Attention()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -534,14 +539,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_decode, DecodeCall,
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_prefill, PrefillCall,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                              Attention()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
@@ -551,7 +549,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(preheat_linear, LinearCall,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
