@@ -8,8 +8,9 @@ server's messages per second.
 
 A stream that lags gets several tokens in one message, so messages and tokens are counted apart, and the engine runs at
 three paces: as many tokens per second as 0.6 of the bare server's messages, so that a server that keeps up sends one
-token a message; that of a fast device (2 ms a step); and as fast as it goes. The CPU time of a step is that of the generate thread, which is what a device would wait for if it were not one
-step ahead. Afterwards nothing is asked for 10 seconds, and the process must use less than 0.1 s of CPU time.
+token a message; that of a fast device (2 ms a step); and as fast as it goes. The CPU time of a step is that of the
+generate thread, which is what a device would wait for if it were not one step ahead. Afterwards
+nothing is asked for 10 seconds, and the process must use less than 0.1 s of CPU time.
 """
 
 from __future__ import annotations
