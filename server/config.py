@@ -59,6 +59,17 @@ def _address(value: str) -> str:
     return value
 
 
+def _cors_origin() -> Any:
+    return option(
+        (),
+        options.origin,
+        "origin whose pages may call the HTTP port from a browser, or * for all; repeatable",
+        metavar="ORIGIN",
+        many=True,
+        shown="none",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """Options of ``preheat serve`` (and ``build``, ``plan``, ``generate``). `None` where the default has to be
@@ -184,6 +195,7 @@ class ServeConfig:
         shown="none",
         secret=True,
     )
+    cors_origin: tuple[str, ...] = _cors_origin()
     tls_cert: Path | None = option(
         None, options.existing_file, "certificate chain (PEM) of both ports", metavar="FILE", shown="none"
     )
@@ -252,6 +264,7 @@ class ProxyConfig:
         shown="none",
         secret=True,
     )
+    cors_origin: tuple[str, ...] = _cors_origin()
     tls_cert: Path | None = option(None, options.existing_file, "certificate chain (PEM)", metavar="FILE", shown="none")
     tls_key: Path | None = option(None, options.existing_file, "private key (PEM)", metavar="FILE", shown="none")
     log_format: Literal["text", "json"] = option(

@@ -66,6 +66,13 @@ class TooLarge(ServerError):
     code = "request_too_large"
 
 
+class UnsupportedEncoding(InvalidRequest):
+    """The body came in a ``Content-Encoding`` that is not read here."""
+
+    status = 415
+    code = "unsupported_encoding"
+
+
 class QueueFull(ServerError):
     status = 429
     grpc_code = grpc.StatusCode.RESOURCE_EXHAUSTED

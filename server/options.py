@@ -141,6 +141,20 @@ def api_key(value: str) -> str:
     return value
 
 
+def origin(value: str) -> str:
+    """A web origin as browsers spell it: ``https://example.org``, ``http://localhost:3000``; ``*`` for all, ``null`` for
+    pages without one (files, sandboxed frames)."""
+    spelled = value.strip().lower()
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([^/?#@\s:*]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?", spelled)
+    if spelled in ("*", "null"):
+        return spelled
+    if not match:
+        raise ValueError("must be scheme://host or scheme://host:port, without a path; or * alone")
+    scheme, host, port = match.groups()
+    usual = {"http": "80", "https": "443"}.get(scheme)  # browsers leave it out
+    return f"{scheme}://{host}" + (f":{port}" if port and port != usual else "")
+
+
 # Loading.
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -41,12 +42,19 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 PAGE = Path(__file__).with_name("page.html")
 
 
-def make_app(addresses: Sequence[str], *, api_keys: Sequence[str] = (), ca: Path | None = None) -> Starlette:
+def make_app(
+    addresses: Sequence[str],
+    *,
+    api_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
+    ca: Path | None = None,
+) -> Starlette:
     """The ASGI application.
 
     Args:
         addresses: of the orchestrators' gRPC ports, ``host:port`` or ``unix:path``.
         api_keys: asked of clients; whatever key a client sends is passed on to the orchestrators.
+        cors_origins: whose pages browsers let read answers; ``*``: everybody's.
         ca: certificates that verify the orchestrators' TLS; `None`: no TLS.
     """
     upstreams = Upstreams(addresses, ca)
@@ -77,10 +85,26 @@ def make_app(addresses: Sequence[str], *, api_keys: Sequence[str] = (), ca: Path
         routes=routes,
         lifespan=lifespan,
         exception_handlers={HTTPException: http_exception},
-        middleware=[Middleware(Front, api_keys=api_keys)],
+        middleware=[*_cors(cors_origins), Middleware(Front, api_keys=api_keys)],
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Outside of `Front`, so that browsers may read its errors, and preflights (which carry no key) are answered."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],  # echoes what is asked for: clients send x-stainless-* and headers of their own
+            allow_private_network=True,  # a page of the Web may call a server at home
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 class Proxy:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import secrets
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -31,12 +32,14 @@ from server.errors import (
     ServerError,
     TooLarge,
     Unauthenticated,
+    UnsupportedEncoding,
 )
 from server.proxy.shapes import Json, error_body
 
 logger = logging.getLogger(__name__)
 
-BODY_LIMIT = 16 * 2**20  # bytes
+BODY_LIMIT = 16 * 2**20  # bytes, as sent and as decompressed
+ENCODINGS = ("gzip", "deflate")  # of bodies
 MAX_DEPTH = 64  # of nested lists and objects
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/warmup", "/openapi.json"})
 Result = TypeVar("Result")
@@ -110,6 +113,8 @@ def error_response(error: ServerError, extra: Json | None = None) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = ", ".join(ENCODINGS)
     return JSONResponse({**(extra or {}), **error_json(error)}, status_code=error.status, headers=headers)
 
 
@@ -132,9 +137,11 @@ async def read_json(request: Request) -> Json:
     """The body, a JSON object.
 
     Raises:
-        TooLarge: it is over `BODY_LIMIT`.
-        InvalidRequest: it is not a JSON object in UTF-8, or nested too deeply.
+        TooLarge: it is over `BODY_LIMIT`, as sent or as decompressed.
+        UnsupportedEncoding: its ``Content-Encoding`` is none of `ENCODINGS`.
+        InvalidRequest: it is not a JSON object in UTF-8, nested too deeply, or cannot be decompressed.
     """
+    encoding = _encoding(request.headers.getlist("content-encoding"))
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 19 and int(declared) > BODY_LIMIT:
         raise TooLarge(f"the body has {int(declared)} bytes; the limit is {BODY_LIMIT}")
@@ -146,7 +153,49 @@ async def read_json(request: Request) -> Json:
                 raise TooLarge(f"the body is over the limit of {BODY_LIMIT} bytes")
     except ClientDisconnect:
         raise Cancelled("the client left") from None
-    return parse_json(bytes(body))
+    return parse_json(bytes(body) if encoding is None else decompress(bytes(body), encoding))
+
+
+def _encoding(headers: Sequence[str]) -> str | None:
+    """The one coding of a body; `None`: it is as it is."""
+    spelled = [coding.strip() for header in headers for coding in header.split(",")]
+    codings = [coding for coding in spelled if coding and coding.lower() != "identity"]
+    if not codings:
+        return None
+    name = codings[0].lower().removeprefix("x-")  # RFC 9110 8.4.1.3: x-gzip is gzip
+    if len(codings) > 1 or name not in ENCODINGS:
+        shown = checks.shown(", ".join(codings))
+        raise UnsupportedEncoding(
+            f"Content-Encoding {shown} is not read here: send the body as it is, or in one of {', '.join(ENCODINGS)}"
+        )
+    return name
+
+
+def decompress(body: bytes, encoding: str) -> bytes:
+    """A body as it was before ``encoding``, one of `ENCODINGS`. Takes at most `BODY_LIMIT` bytes of memory beside it.
+
+    Raises:
+        TooLarge: it would be over `BODY_LIMIT`; what is beyond is never made.
+        InvalidRequest: it is not that encoding, cut short, or followed by something else.
+    """
+    window = zlib.MAX_WBITS
+    if encoding == "gzip":
+        window |= 16
+    elif not (len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0):
+        window = -window  # without the header of RFC 1950: what some clients call deflate
+    inflater = zlib.decompressobj(window)
+    try:
+        plain = inflater.decompress(body, BODY_LIMIT + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not valid {encoding}, as Content-Encoding says: {error}") from None
+    if len(plain) > BODY_LIMIT:
+        raise TooLarge(f"the body, decompressed ({encoding}), is over the limit of {BODY_LIMIT} bytes")
+    if not inflater.eof:
+        raise InvalidRequest(f"the body is not valid {encoding}, as Content-Encoding says: it ends early")
+    if inflater.unused_data:
+        extra = len(inflater.unused_data)
+        raise InvalidRequest(f"the body is not valid {encoding}, as Content-Encoding says: {extra} bytes follow its end")
+    return plain
 
 
 def parse_json(body: bytes) -> Json:

@@ -24,7 +24,9 @@ def run(config: ProxyConfig, listening: socket.socket, lifeline: int | None = No
     Args:
         lifeline: file descriptor whose end of file ends the proxy.
     """
-    app = make_app(config.upstream, api_keys=config.api_key, ca=config.upstream_ca)
+    app = make_app(
+        config.upstream, api_keys=config.api_key, cors_origins=config.cors_origin, ca=config.upstream_ca
+    )
     server = _Server(
         uvicorn.Config(
             app,

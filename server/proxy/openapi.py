@@ -169,7 +169,8 @@ _ERRORS = {
     400: "The request is not valid; param names the field.",
     401: "An API key is required.",
     404: "Another model is served.",
-    413: "The body is too large.",
+    413: "The body is too large, as sent or as decompressed.",
+    415: "The body's Content-Encoding is neither gzip nor deflate.",
     429: "The queue is full; Retry-After says when to return.",
     500: "A fault of the server.",
     503: "Starting, draining or dead; Retry-After says when to return.",
@@ -198,7 +199,7 @@ def _post(summary: str, request: str, answer: str, *errors: int, stream: bool = 
             "summary": summary,
             "operationId": request.removesuffix("Request").lower(),
             "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-            "responses": _answers(answer, 400, 413, *_OF_ALL, *errors, stream=stream),
+            "responses": _answers(answer, 400, 413, 415, *_OF_ALL, *errors, stream=stream),
         }
     }
 

@@ -122,6 +122,8 @@ def start(config: ServeConfig, grpc_address: str) -> ProxyProcess:
         ]
         if config.tls_cert and config.tls_key:
             arguments += ["--tls-cert", str(config.tls_cert), "--tls-key", str(config.tls_key)]
+        for origin in config.cors_origin:
+            arguments += ["--cors-origin", origin]
         # Options of the server in the environment are not the proxy's; keys go there, where `ps` does not show them.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREHEAT_")}
         if config.api_key:

@@ -7,8 +7,11 @@ The model: after each byte comes the next; after "q" comes "r" with probability 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
+import tracemalloc
+import zlib
 
 import httpx
 import openai
@@ -18,17 +21,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.mock import Script, Table
-from server.proxy.http import BODY_LIMIT
+from server.errors import TooLarge
+from server.proxy.app import make_app
+from server.proxy.http import BODY_LIMIT, decompress
 from server.tokenizers import ByteTokenizer
 
 EOS = 257
+PAGE = "http://page.test:3000"  # an origin whose pages may call
 NEXT = {token: {(token + 1) % 256: 1.0} for token in range(256)}
 MODEL = Table(NEXT | {ord("q"): {ord("r"): 0.5, ord("s"): 0.3, ord("t"): 0.2}, ord("."): {EOS: 1.0}})
 
 
 @pytest.fixture(scope="module")
 def doors():
-    with open_doors(MODEL, slots=4, max_queue=64) as opened:
+    with open_doors(MODEL, slots=4, max_queue=64, config={"cors_origin": (PAGE, "null")}) as opened:
         yield opened
 
 
@@ -418,6 +424,152 @@ def test_a_large_body_without_a_length(http):
             yield b" " * 2**20
 
     assert http.post("/generate", content=parts()).status_code == 413
+
+
+# Compressed bodies
+
+
+def raw_deflate(data):
+    """Without the header of RFC 1950, as some clients send it."""
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+BODY = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("x-gzip", gzip.compress(BODY)),
+        ("GZip", gzip.compress(BODY)),
+        ("identity, gzip", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", raw_deflate(BODY)),
+        ("identity", BODY),
+        ("", BODY),
+    ],
+)
+def test_compressed_bodies(http, encoding, content):
+    answer = http.post("/generate", content=content, headers={"content-encoding": encoding})
+    assert answer.json() == {"response": "def"}
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "aws-chunked", "gzip, br", "gzip, gzip"])
+def test_other_encodings_are_named(http, encoding):
+    answer = http.post("/v1/completions", content=b"\x1b\x00", headers={"content-encoding": encoding})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (415, "unsupported_encoding", None)
+    assert f"Content-Encoding '{encoding}'" in error["message"]
+    assert answer.headers["accept-encoding"] == "gzip, deflate"  # RFC 9110 15.5.16
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("harm", ["none of it", "nothing", "cut", "changed", "followed"])
+def test_bodies_that_are_not_what_their_encoding_says(http, encoding, harm):
+    content = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding](BODY)
+    content = {
+        "none of it": BODY,
+        "nothing": b"",
+        "cut": content[:-1],
+        "changed": content[:-6] + bytes([content[-6] ^ 1]) + content[-5:],  # of the checksum, or the last block
+        "followed": content + b"x",
+    }[harm]
+    answer = http.post("/generate", content=content, headers={"content-encoding": encoding})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith(f"the body is not valid {encoding}, as Content-Encoding says")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_compressed_body_that_would_be_huge_takes_no_memory(encoding):
+    packer = zlib.compressobj(1, wbits=31 if encoding == "gzip" else 15)
+    bomb = b"".join(packer.compress(bytes(2**20)) for _ in range(128)) + packer.flush()
+    assert len(bomb) < 2**20
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match=f"decompressed \\({encoding}\\), is over the limit of {BODY_LIMIT} bytes"):
+            decompress(bomb, encoding)
+        assert tracemalloc.get_traced_memory()[1] < 3 * BODY_LIMIT  # of 128 MiB; a buffer is doubled as it grows
+    finally:
+        tracemalloc.stop()
+    fits = zlib.compress(b" " * BODY_LIMIT)
+    assert len(decompress(fits, "deflate")) == BODY_LIMIT
+
+
+# Pages of other origins (https://fetch.spec.whatwg.org/#http-cors-protocol)
+
+
+HEADERS = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # of OpenAI's client in a browser
+
+
+def preflight(origin, **more):
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": HEADERS}
+    return {"origin": origin, **asked, **more}
+
+
+def test_a_page_may_call(http):
+    answer = http.options("/v1/chat/completions", headers=preflight(PAGE))
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == HEADERS
+    assert "access-control-allow-credentials" not in answer.headers
+    assert "Origin" in answer.headers["vary"]
+    home = http.options("/v1/models", headers=preflight(PAGE, **{"access-control-request-private-network": "true"}))
+    assert (home.status_code, home.headers["access-control-allow-private-network"]) == (200, "true")
+
+
+def test_a_page_reads_answers_errors_and_streams(http):
+    body = {"prompt": "a", "max_tokens": 2}
+    for origin in (PAGE, "null"):
+        for answer, status in [
+            (http.post("/generate", json=body, headers={"origin": origin}), 200),
+            (http.post("/v1/completions", json=body | {"stream": True}, headers={"origin": origin}), 200),
+            (http.post("/generate", json={"prompt": 5}, headers={"origin": origin}), 400),
+            (http.get("/nothing", headers={"origin": origin}), 404),
+            (http.get("/generate", headers={"origin": origin}), 405),
+            (http.get("/v1/models", headers={"origin": origin}), 200),
+        ]:
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == origin
+            exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
+            assert {"x-request-id", "retry-after"} <= set(exposed)
+
+
+def test_other_pages_read_nothing(http):
+    for origin in ("http://page.test", "https://page.test:3000", "http://evil.test", "http://page.test:3000.evil.test"):
+        refused = http.options("/generate", headers=preflight(origin))
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+        answer = http.post("/generate", json={"prompt": "a", "max_tokens": 1}, headers={"origin": origin})
+        assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+    assert http.options("/generate").status_code == 405  # no preflight
+
+
+def ask(app, method, path, headers):
+    """A request that needs no orchestrator, to an application in this process."""
+
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(send())
+
+
+def test_preflights_need_no_key_and_a_page_reads_that_it_needs_one():
+    app = make_app(["x:1"], api_keys=["k"], cors_origins=["*"])
+    answer = ask(app, "OPTIONS", "/v1/chat/completions", preflight(PAGE))
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+    assert answer.headers["access-control-allow-headers"] == HEADERS  # "*" would not stand for authorization
+    refused = ask(app, "GET", "/v1/models", {"origin": PAGE})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "*")
+
+
+def test_pages_are_let_in_only_where_asked_for():
+    answer = ask(make_app(["x:1"]), "OPTIONS", "/generate", preflight(PAGE))
+    assert answer.status_code == 405
+    assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
 def test_openai_raises_its_own_types(api):

@@ -76,6 +76,21 @@ def test_served_name_is_the_last_part_of_the_model(model, name):
 
 
 @pytest.mark.parametrize(
+    ("given", "origins"),
+    [
+        (["*"], ("*",)),
+        (["http://localhost:3000,https://a.example"], ("http://localhost:3000", "https://a.example")),
+        (["HTTPS://A.example:443/", "null"], ("https://a.example", "null")),  # as browsers spell it (RFC 6454 6.2)
+        (["http://[::1]:80", "app://obsidian.md"], ("http://[::1]", "app://obsidian.md")),
+    ],
+)
+def test_origins_are_those_that_browsers_send(given, origins):
+    assert load_serve_config({"cors_origin": given}, {}).cors_origin == origins
+    assert load_proxy_config({"cors_origin": given}, {}).cors_origin == origins
+    assert load_serve_config({}, {}).cors_origin == ()
+
+
+@pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
         ({"slots": "0"}, {}, "--slots = '0' (command line): must be an integer from 1 to 4096"),
@@ -95,6 +110,9 @@ def test_served_name_is_the_last_part_of_the_model(model, name):
         ({"tls_cert": "/nowhere/cert.pem"}, {}, "--tls-cert = '/nowhere/cert.pem' (command line): cannot be read"),
         ({"http_port": "9000"}, {}, "--grpc-port and --http-port are both 9000"),
         ({"model": ""}, {}, "--model = '' (command line): must not be empty"),
+        ({"cors_origin": ["example.org"]}, {}, "--cors-origin = 'example.org' (command line): must be scheme://host"),
+        ({"cors_origin": ["https://example.org/app"]}, {}, "without a path"),
+        ({"cors_origin": ["https://*.example.org"]}, {}, "without a path"),
         ({"config": "/nowhere.toml"}, {}, "--config /nowhere.toml: cannot be read"),
     ],
 )
