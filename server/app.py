@@ -178,6 +178,7 @@ class Server:
     def _end_now(self, number: int) -> None:
         if self.proxy is not None:
             self.proxy.kill()
+        self.grpc.remove_folder()
         os._exit(128 + number)
 
     def _wait(self) -> int:

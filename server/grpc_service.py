@@ -18,12 +18,9 @@ import concurrent.futures
 import hmac
 import logging
 import secrets
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,6 +31,7 @@ from protos import orchestrator_pb2_grpc, preheat_pb2_grpc
 from server import wire
 from server.errors import StartError, Unauthenticated
 from server.metrics import Metrics
+from server.private_folder import PrivateFolder
 from server.services import (
     DECODE,
     HEALTH,
@@ -115,7 +113,7 @@ class GrpcServer:
         self._tls = tls
         self._early_state = "loading"
         self._reason = ""
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping: asyncio.Event | None = None
@@ -159,8 +157,8 @@ class GrpcServer:
             StartError: the port is taken, or the certificate cannot be used.
         """
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._folder = Path(tempfile.mkdtemp(prefix="preheat-"))  # mode 0700
-        self.local_address = f"unix:{self._folder / 'grpc.sock'}"
+        self._folder = PrivateFolder()
+        self.local_address = f"unix:{self._folder.path / 'grpc.sock'}"
         self._thread = threading.Thread(target=self._run, args=(started,), name="preheat-grpc", daemon=True)
         self._thread.start()
         try:
@@ -182,8 +180,12 @@ class GrpcServer:
     def _clean(self) -> None:
         for executor in (self.workers, self.grammar_worker):
             executor.shutdown(wait=False, cancel_futures=True)
+        self.remove_folder()
+
+    def remove_folder(self) -> None:
+        """Removes the folder of the local address; for a process that is about to end without `stop`."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def _run(self, started: concurrent.futures.Future[None]) -> None:
         try:

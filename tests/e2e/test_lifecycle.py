@@ -56,11 +56,15 @@ def test_a_second_manual_start_compiles_nothing(cache):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_ready_ends_at_once(tmp_path, number):
-    server = ServerProcess(TINY, tmp_path, *OPTIONS)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    server = ServerProcess(TINY, tmp_path / "cache", *OPTIONS, environment={"TMPDIR": str(temporary)})
     try:
         server.wait_listening()
+        assert list(temporary.glob("preheat-serve-*/grpc.sock"))
         server.process.send_signal(number)
         assert server.wait(10) == 128 + number
+        assert not list(temporary.glob("preheat-serve-*"))
     finally:
         server.kill()
 
