@@ -43,7 +43,10 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
         callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
         parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
         answer.tool_format = writer.format
-        grammar = writer.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
+        try:
+            grammar = writer.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"tools cannot be compiled: {error}", param="tools") from None
         if grammar is not None:
             answer.tool_grammar = grammar
     sentinel = ""

@@ -6,7 +6,8 @@ the first token and has it accept that token, the owner of the decode state does
 (``server/generate_worker.py``). A sample that was put back keeps its matcher, as it keeps its tokens.
 
 EOS is allowed exactly where the text may end. Where nothing can follow, the sample ends without it. Grammars, their
-limits and the masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md).
+limits and the masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md). What
+it is given of a JSON schema is closed first (``server/json_schemas.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from server import json_schemas
 from server.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = 65_536  # characters of a schema, expression or grammar: llguidance's time grows with its square
 CACHED = 64  # compiled grammars that are kept
-WHITESPACE = r"[ \n\r\t]{1,64}"  # between JSON's tokens; bounded, or a model may put out spaces for ever
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
 
 
@@ -225,9 +226,10 @@ def _grammar(param: str, value: Constraint) -> str:
         return llguidance.LLMatcher.grammar_from_regex(text)
     text = value
     if param == "guided_json":
-        if not isinstance(json.loads(text), dict):
+        schema = json.loads(text)
+        if not isinstance(schema, dict):
             raise ValueError("a JSON schema is an object")
-        return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        return llguidance.LLMatcher.grammar_from_json_schema(json_schemas.guiding(schema))
     if param == "guided_regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     return llguidance.grammar_from("grammar", text)

@@ -22,6 +22,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from server import json_schemas
+
 HERMES, MISTRAL, MISTRAL_ARGS, JSON = "hermes", "mistral", "mistral-args", "json"
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MARKERS = {
@@ -81,7 +83,7 @@ class ToolWriter:
             between = (f"{self._literal(CALL_ID)} /[a-zA-Z0-9]{{9}}/ " if self.call_ids else "") + self._literal(ARGS)
             names = [json.dumps(tool["function"]["name"]) for tool in tools]
             body = f"tool_body: {' | '.join(f'{name} {between} tool_{i}' for i, name in enumerate(names))}\n"
-            body += "".join(f"tool_{i}: %json {_json(schema)}\n" for i, schema in enumerate(schemas))
+            body += "".join(f"tool_{i}: %json {json_schemas.guiding(schema)}\n" for i, schema in enumerate(schemas))
         calls = "tool_body" + (more if parallel else "")
         if not optional:
             return f"tool_calls: {marker} {calls}\n{body}"
@@ -103,7 +105,7 @@ class ToolWriter:
             name = re.escape(json.dumps(tool["function"]["name"]))
             named = rf'{kind}"name"{SPACE}:{SPACE}{name}{SPACE},{SPACE}"(arguments|parameters)"{SPACE}:'
             head = rf"{SPACE}{before}\{{{SPACE}{named}"
-            rules.append(f'tool_head_{i}[lazy]: /{head}/\ntool_{i}: " "? %json {_json(schema)}\n')
+            rules.append(f'tool_head_{i}[lazy]: /{head}/\ntool_{i}: " "? %json {json_schemas.guiding(schema)}\n')
         text = ANYTHING if control else f"{ANYTHING} & ~/{SPACE}{spelled}(.|\\n)*/"
         calls = " | ".join(f"tool_head_{i} tool_{i}" for i in range(len(tools)))
         opened = f"{self._literal(marker)} tool_call | " if control else ""
@@ -152,7 +154,7 @@ def _call(tools: Sequence[Tool], schemas: Sequence[Any], arguments: str) -> dict
     definitions, choices = {}, []
     for index, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         place = f"tool{index}"
-        definitions[place] = _moved(schema, f"#/$defs/{place}")
+        definitions[place] = json_schemas.closed(schema, f"#/$defs/{place}")
         choices.append({
             "type": "object",
             "properties": {"name": {"const": tool["function"]["name"]}, arguments: {"$ref": f"#/$defs/{place}"}},
@@ -169,18 +171,5 @@ def _call_list(call: dict[str, Any], parallel: bool) -> dict[str, Any]:
     return calls if parallel else calls | {"maxItems": 1}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to its own root point to where it is now."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(item, root) for key, item in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
-
-
 def _json(schema: Any) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+    return json.dumps(schema | {"x-guidance": json_schemas.OPTIONS}, ensure_ascii=False)

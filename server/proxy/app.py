@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
-from server import checks, fields, wire
+from server import checks, fields, json_schemas, wire
 from server.chat_checks import ToolName
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.fields import RequestFields
@@ -341,7 +341,11 @@ def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
         return dataclasses.replace(parsed, show_tool_markers=True)
     grammar = f"start: tool_calls\n{calls}"
     if parsed.response_schema is not None:
-        grammar = f"start: tool_calls | answer\nanswer: %json {parsed.response_schema}\n{calls}"
+        try:
+            answer = json_schemas.guiding(json.loads(parsed.response_schema))
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"response_format cannot be compiled: {error}", param="response_format") from None
+        grammar = f"start: tool_calls | answer\nanswer: %json {answer}\n{calls}"
     return dataclasses.replace(parsed, show_tool_markers=True, guided_grammar=grammar)
 
 

@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import httpx
+import pydantic
 import pytest
 from server_process import serving
 
@@ -55,3 +56,43 @@ def test_chat_answers_through_the_models_template(server):
     answer = httpx.post(f"{server.http}/v1/chat/completions", json=body, timeout=120).json()
     assert answer["usage"]["prompt_tokens"] == len(chat["ids"])
     assert answer["choices"][0]["message"]["content"] == GOLDEN["chat"]["text"]
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+class Company(pydantic.BaseModel):
+    name: str
+    employees: list[Person]
+
+
+class Recipe(pydantic.BaseModel):
+    title: str
+    steps: list[str]
+    vegetarian: bool
+
+
+ASKED = [
+    (Person, "Tell me about Ada, who is 36."),
+    (Company, "Invent a company with two employees."),
+    (Recipe, "A recipe for pancakes"),
+]
+
+
+def test_a_small_model_writes_what_a_schema_lists_and_ends(server):
+    """Schemas as Pydantic sends them, without ``additionalProperties``: let go on, this model invents members to the end."""
+
+    def ask(model, question):
+        schema = {"name": "x", "schema": model.model_json_schema()}
+        body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 120}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return httpx.post(f"{server.http}/v1/chat/completions", json=body, timeout=120).json()["choices"][0]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        choices = list(threads.map(lambda asked: ask(*asked), ASKED))
+    for (model, _), choice in zip(ASKED, choices, strict=True):
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(choice["message"]["content"])) <= set(model.model_fields)
+        model.model_validate_json(choice["message"]["content"])

@@ -101,12 +101,6 @@ def test_choices():
     assert allowed(after(many, "choice 77").mask()) == {*map(ord, "0123456789"), EOS, EOT}
 
 
-def test_spaces_in_json_are_bounded():
-    guide = GUIDES.compile("guided_json", '{"type": "object"}')
-    assert ord(" ") in allowed(after(guide, "{" + " " * 63).mask())
-    assert ord(" ") not in allowed(after(guide, "{" + " " * 64).mask())
-
-
 @pytest.mark.parametrize(
     ("param", "text", "message"),
     [

@@ -319,6 +319,26 @@ def test_control_tokens_that_mark_optional_calls():
     assert not accepts(writer, [STRICT], [259, *b"print()"], **options)
 
 
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, JSON])
+@pytest.mark.parametrize("optional", [False, True])
+def test_arguments_are_those_that_are_listed(format, optional):
+    parameters = {"type": "object", "properties": {"x": {"type": "object", "properties": {"y": {"type": "integer"}}}}}
+    form = {
+        HERMES: '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
+        MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+        MISTRAL_ARGS: "[TOOL_CALLS]f[ARGS]%s",
+        JSON: '{"name": "f", "parameters": %s}',
+    }[format]
+
+    def allows(arguments, parameters=parameters):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": optional}}
+        return accepts(ToolWriter(format, {}), [tool], form % arguments, optional=optional)
+
+    assert allows('{"x": {"y": 1}}') and allows('{\n  "x": {}\n}')
+    assert not any(map(allows, ('{"z": 1}', '{"x": {"y": 1, "z": 1}}', '{"x":  {}}')))
+    assert allows('{"z": 1}', parameters | {"additionalProperties": True}) and allows('{"z": 1}', {"type": "object"})
+
+
 def test_references_inside_a_tools_schema_still_hold():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
     parameters = {"$ref": "#/$defs/node", "$defs": {"node": node}}
@@ -483,9 +503,10 @@ def test_at_most_one_call_without_parallel_ones(hermes):
 
 
 def test_a_strict_tool_that_cannot_be_compiled_is_refused(hermes):
-    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "strin"}}}
-    answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "tools": [bad]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    for parameters in ({"type": "strin"}, {"$ref": "#/nowhere"}):
+        bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+        answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "tools": [bad]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
 def test_a_named_call_has_the_tools_arguments(mistral):
@@ -512,6 +533,13 @@ def test_an_answer_format_beside_tools_allows_either(hermes):
     assert (choice.message.content, choice.finish_reason) == ('"sun"', "stop")
     hermes.says(f"<tool_call>\n{CALL}\n</tool_call>")
     assert both_ways(hermes, response_format=format).finish_reason == "tool_calls"
+    format["json_schema"]["schema"] = {"type": "object", "properties": {"a": {"type": "integer"}}}  # and nothing else
+    hermes.says('{"a": 1, "b": 2}')
+    content = both_ways(hermes, response_format=format, max_tokens=30).message.content
+    assert content.startswith('{"a": 1') and "b" not in content
+    format["json_schema"]["schema"] = {"$ref": "#/nowhere"}
+    answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "tools": [TIME], "response_format": format})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
 def test_a_conversation_with_calls_goes_back_in(hermes):
