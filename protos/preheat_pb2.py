@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/preheat.proto\x12\npreheat.v1\"\x0e\n\x0cStateRequest\"\x83\x01\n\rStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\r\n\x05slots\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\x08\x63\x61pacity\x18\x06 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\x12\n\x10ModelCardRequest\"\xc4\x01\n\x11ModelCardResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x14\n\x07max_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nvocab_size\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x1e\n\x11has_chat_template\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\tB\n\n\x08_max_lenB\r\n\x0b_vocab_sizeB\x14\n\x12_has_chat_template\"\x83\x03\n\x11RenderChatRequest\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x16\n\ttool_name\x18\x06 \x01(\tH\x04\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x1b\n\x0etools_optional\x18\x08 \x01(\x08H\x06\x88\x01\x01\x42\x08\n\x06_toolsB\x12\n\x10_template_kwargsB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x0c\n\n_tool_nameB\x16\n\x14_parallel_tool_callsB\x11\n\x0f_tools_optional\"\x8b\x01\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x18\n\x0btool_format\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_grammar\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x0e\n\x0c_tool_formatB\x0f\n\r_tool_grammar\"A\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x07\x61\x64\x64_bos\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_add_bos\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x0f\n\rWarmupRequest\"\x1e\n\x0eWarmupResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13\x43ountInvalidRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\"\x16\n\x14\x43ountInvalidResponse2\xda\x04\n\x07Preheat\x12>\n\x05State\x12\x18.preheat.v1.StateRequest\x1a\x19.preheat.v1.StateResponse\"\x00\x12J\n\tModelCard\x12\x1c.preheat.v1.ModelCardRequest\x1a\x1d.preheat.v1.ModelCardResponse\"\x00\x12M\n\nRenderChat\x12\x1d.preheat.v1.RenderChatRequest\x1a\x1e.preheat.v1.RenderChatResponse\"\x00\x12G\n\x08Tokenize\x12\x1b.preheat.v1.TokenizeRequest\x1a\x1c.preheat.v1.TokenizeResponse\"\x00\x12M\n\nDetokenize\x12\x1d.preheat.v1.DetokenizeRequest\x1a\x1e.preheat.v1.DetokenizeResponse\"\x00\x12\x41\n\x06Warmup\x12\x19.preheat.v1.WarmupRequest\x1a\x1a.preheat.v1.WarmupResponse\"\x00\x12\x44\n\x07Metrics\x12\x1a.preheat.v1.MetricsRequest\x1a\x1b.preheat.v1.MetricsResponse\"\x00\x12S\n\x0c\x43ountInvalid\x12\x1f.preheat.v1.CountInvalidRequest\x1a .preheat.v1.CountInvalidResponse\"\x00\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/preheat.proto\x12\npreheat.v1\"\x0e\n\x0cStateRequest\"\x83\x01\n\rStateResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x0f\n\x07waiting\x18\x03 \x01(\x05\x12\r\n\x05slots\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\x08\x63\x61pacity\x18\x06 \x01(\x05H\x00\x88\x01\x01\x42\x0b\n\t_capacity\"\x12\n\x10ModelCardRequest\"\xc4\x01\n\x11ModelCardResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x14\n\x07max_len\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nvocab_size\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x1e\n\x11has_chat_template\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x06 \x03(\tB\n\n\x08_max_lenB\r\n\x0b_vocab_sizeB\x14\n\x12_has_chat_template\"\xbb\x03\n\x11RenderChatRequest\x12\x10\n\x08messages\x18\x01 \x01(\t\x12\x12\n\x05tools\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0ftemplate_kwargs\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x16\n\ttool_name\x18\x06 \x01(\tH\x04\x88\x01\x01\x12 \n\x13parallel_tool_calls\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x1b\n\x0etools_optional\x18\x08 \x01(\x08H\x06\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08H\x07\x88\x01\x01\x42\x08\n\x06_toolsB\x12\n\x10_template_kwargsB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_messageB\x0c\n\n_tool_nameB\x16\n\x14_parallel_tool_callsB\x11\n\x0f_tools_optionalB\x15\n\x13_add_special_tokens\"\x8b\x01\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x18\n\x0btool_format\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_grammar\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x0e\n\x0c_tool_formatB\x0f\n\r_tool_grammar\"\xec\x01\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x07\x61\x64\x64_bos\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\rparse_special\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x30\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1d.preheat.v1.RenderChatRequestH\x02\x88\x01\x01\x12\x15\n\x08\x64\x65scribe\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x12\n\x05model\x18\x06 \x01(\tH\x04\x88\x01\x01\x42\n\n\x08_add_bosB\x10\n\x0e_parse_specialB\x07\n\x05_chatB\x0b\n\t_describeB\x08\n\x06_model\"\x8f\x01\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x32\n\x06tokens\x18\x02 \x03(\x0b\x32\".preheat.v1.TokenizeResponse.Token\x12\x0f\n\x07max_len\x18\x03 \x01(\x05\x1a#\n\x05Token\x12\r\n\x05piece\x18\x01 \x01(\t\x12\x0b\n\x03raw\x18\x02 \x01(\x0c\"~\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05model\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\x16\n\x14_skip_special_tokensB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x16\n\x14TokenizerInfoRequest\"%\n\x15TokenizerInfoResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0f\n\rWarmupRequest\"\x1e\n\x0eWarmupResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x10\n\x0eMetricsRequest\"\x1f\n\x0fMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13\x43ountInvalidRequest\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\"\x16\n\x14\x43ountInvalidResponse2\xb2\x05\n\x07Preheat\x12>\n\x05State\x12\x18.preheat.v1.StateRequest\x1a\x19.preheat.v1.StateResponse\"\x00\x12J\n\tModelCard\x12\x1c.preheat.v1.ModelCardRequest\x1a\x1d.preheat.v1.ModelCardResponse\"\x00\x12M\n\nRenderChat\x12\x1d.preheat.v1.RenderChatRequest\x1a\x1e.preheat.v1.RenderChatResponse\"\x00\x12G\n\x08Tokenize\x12\x1b.preheat.v1.TokenizeRequest\x1a\x1c.preheat.v1.TokenizeResponse\"\x00\x12M\n\nDetokenize\x12\x1d.preheat.v1.DetokenizeRequest\x1a\x1e.preheat.v1.DetokenizeResponse\"\x00\x12V\n\rTokenizerInfo\x12 .preheat.v1.TokenizerInfoRequest\x1a!.preheat.v1.TokenizerInfoResponse\"\x00\x12\x41\n\x06Warmup\x12\x19.preheat.v1.WarmupRequest\x1a\x1a.preheat.v1.WarmupResponse\"\x00\x12\x44\n\x07Metrics\x12\x1a.preheat.v1.MetricsRequest\x1a\x1b.preheat.v1.MetricsResponse\"\x00\x12S\n\x0c\x43ountInvalid\x12\x1f.preheat.v1.CountInvalidRequest\x1a .preheat.v1.CountInvalidResponse\"\x00\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,29 +40,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELCARDRESPONSE']._serialized_start=207
   _globals['_MODELCARDRESPONSE']._serialized_end=403
   _globals['_RENDERCHATREQUEST']._serialized_start=406
-  _globals['_RENDERCHATREQUEST']._serialized_end=793
-  _globals['_RENDERCHATRESPONSE']._serialized_start=796
-  _globals['_RENDERCHATRESPONSE']._serialized_end=935
-  _globals['_TOKENIZEREQUEST']._serialized_start=937
-  _globals['_TOKENIZEREQUEST']._serialized_end=1002
-  _globals['_TOKENIZERESPONSE']._serialized_start=1004
-  _globals['_TOKENIZERESPONSE']._serialized_end=1041
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1043
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1081
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1083
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1117
-  _globals['_WARMUPREQUEST']._serialized_start=1119
-  _globals['_WARMUPREQUEST']._serialized_end=1134
-  _globals['_WARMUPRESPONSE']._serialized_start=1136
-  _globals['_WARMUPRESPONSE']._serialized_end=1166
-  _globals['_METRICSREQUEST']._serialized_start=1168
-  _globals['_METRICSREQUEST']._serialized_end=1184
-  _globals['_METRICSRESPONSE']._serialized_start=1186
-  _globals['_METRICSRESPONSE']._serialized_end=1217
-  _globals['_COUNTINVALIDREQUEST']._serialized_start=1219
-  _globals['_COUNTINVALIDREQUEST']._serialized_end=1255
-  _globals['_COUNTINVALIDRESPONSE']._serialized_start=1257
-  _globals['_COUNTINVALIDRESPONSE']._serialized_end=1279
-  _globals['_PREHEAT']._serialized_start=1282
-  _globals['_PREHEAT']._serialized_end=1884
+  _globals['_RENDERCHATREQUEST']._serialized_end=849
+  _globals['_RENDERCHATRESPONSE']._serialized_start=852
+  _globals['_RENDERCHATRESPONSE']._serialized_end=991
+  _globals['_TOKENIZEREQUEST']._serialized_start=994
+  _globals['_TOKENIZEREQUEST']._serialized_end=1230
+  _globals['_TOKENIZERESPONSE']._serialized_start=1233
+  _globals['_TOKENIZERESPONSE']._serialized_end=1376
+  _globals['_TOKENIZERESPONSE_TOKEN']._serialized_start=1341
+  _globals['_TOKENIZERESPONSE_TOKEN']._serialized_end=1376
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1378
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1504
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1506
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1540
+  _globals['_TOKENIZERINFOREQUEST']._serialized_start=1542
+  _globals['_TOKENIZERINFOREQUEST']._serialized_end=1564
+  _globals['_TOKENIZERINFORESPONSE']._serialized_start=1566
+  _globals['_TOKENIZERINFORESPONSE']._serialized_end=1603
+  _globals['_WARMUPREQUEST']._serialized_start=1605
+  _globals['_WARMUPREQUEST']._serialized_end=1620
+  _globals['_WARMUPRESPONSE']._serialized_start=1622
+  _globals['_WARMUPRESPONSE']._serialized_end=1652
+  _globals['_METRICSREQUEST']._serialized_start=1654
+  _globals['_METRICSREQUEST']._serialized_end=1670
+  _globals['_METRICSRESPONSE']._serialized_start=1672
+  _globals['_METRICSRESPONSE']._serialized_end=1703
+  _globals['_COUNTINVALIDREQUEST']._serialized_start=1705
+  _globals['_COUNTINVALIDREQUEST']._serialized_end=1741
+  _globals['_COUNTINVALIDRESPONSE']._serialized_start=1743
+  _globals['_COUNTINVALIDRESPONSE']._serialized_end=1765
+  _globals['_PREHEAT']._serialized_start=1768
+  _globals['_PREHEAT']._serialized_end=2458
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,11 @@ class PreheatStub(object):
                 request_serializer=protos_dot_preheat__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=protos_dot_preheat__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.TokenizerInfo = channel.unary_unary(
+                '/preheat.v1.Preheat/TokenizerInfo',
+                request_serializer=protos_dot_preheat__pb2.TokenizerInfoRequest.SerializeToString,
+                response_deserializer=protos_dot_preheat__pb2.TokenizerInfoResponse.FromString,
+                _registered_method=True)
         self.Warmup = channel.unary_unary(
                 '/preheat.v1.Preheat/Warmup',
                 request_serializer=protos_dot_preheat__pb2.WarmupRequest.SerializeToString,
@@ -112,6 +117,13 @@ class PreheatServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TokenizerInfo(self, request, context):
+        """What the tokenizer says of itself: names of special tokens, class, chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Warmup(self, request, context):
         """The warmup report, as JSON. Needs no API key; answers in every state.
         """
@@ -160,6 +172,11 @@ def add_PreheatServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=protos_dot_preheat__pb2.DetokenizeRequest.FromString,
                     response_serializer=protos_dot_preheat__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'TokenizerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.TokenizerInfo,
+                    request_deserializer=protos_dot_preheat__pb2.TokenizerInfoRequest.FromString,
+                    response_serializer=protos_dot_preheat__pb2.TokenizerInfoResponse.SerializeToString,
             ),
             'Warmup': grpc.unary_unary_rpc_method_handler(
                     servicer.Warmup,
@@ -312,6 +329,33 @@ class Preheat(object):
             '/preheat.v1.Preheat/Detokenize',
             protos_dot_preheat__pb2.DetokenizeRequest.SerializeToString,
             protos_dot_preheat__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TokenizerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/preheat.v1.Preheat/TokenizerInfo',
+            protos_dot_preheat__pb2.TokenizerInfoRequest.SerializeToString,
+            protos_dot_preheat__pb2.TokenizerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,9 +63,9 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
         text, found, _ = text.rpartition(sentinel)
         if not found:
             raise InvalidRequest("the model's chat template does not show the last message as it is", param="messages")
-    # The template spells the BOS token where the model wants one.
+    # The template spells the BOS token where the model wants one; it comes once, whoever asks for it.
     answer.text = unmark(text)
-    answer.token_ids.extend(tokenizer.encode(text, add_bos=False, parse_special=True))
+    answer.token_ids.extend(tokenizer.encode_chat(text, add_bos=request.add_special_tokens))
     return answer
 
 

@@ -209,11 +209,13 @@ class Client:
     def state(self) -> preheat_pb2.StateResponse:
         return self.call("State", preheat_pb2.StateRequest())
 
-    def tokenize(self, text: str) -> list[int]:
-        return list(self.call("Tokenize", preheat_pb2.TokenizeRequest(text=text)).token_ids)
+    def tokenize(self, text: str, **options: Any) -> list[int]:
+        """Token ids; options are fields of ``TokenizeRequest``, such as ``add_bos``."""
+        return list(self.call("Tokenize", preheat_pb2.TokenizeRequest(text=text, **options)).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        return self.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=token_ids)).text
+    def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
+        """The text of token ids; options are fields of ``DetokenizeRequest``."""
+        return self.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=token_ids, **options)).text
 
 
 class DecodeCall:

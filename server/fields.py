@@ -59,6 +59,9 @@ class RequestFields:
     guided_grammar: str | None = None
     guided_choice: tuple[str, ...] | None = None
     show_tool_markers: bool = False
+    parse_special: bool = True  # control tokens that a text prompt spells become ids
+    skip_special_tokens: bool = True  # the text leaves control tokens out
+    add_special_tokens: bool | None = None  # BOS comes first; None: before a text prompt, and where a template has it
     # of HTTP only
     guide_field: str | None = None  # what the client called its guide, where that is another name
     stream: bool = False
@@ -100,6 +103,8 @@ SAMPLING: Table = {
     "stop_token_ids": Field("stop_token_ids", checks.stop_token_ids),
     "min_tokens": Field("min_tokens", checks.integer(0, checks.INT32_MAX)),
     "ignore_eos": Field("ignore_eos", checks.boolean),
+    "skip_special_tokens": Field("skip_special_tokens", checks.boolean),
+    "add_special_tokens": Field("add_special_tokens", checks.boolean),
     "logit_bias": Field("logit_bias", checks.logit_bias),
     "priority": Field("priority", checks.integer(-1000, 1000)),
     "model": Field("model", checks.string),
@@ -123,12 +128,14 @@ _OPENAI: Table = _HTTP | {
 
 GENERATE: Table = _HTTP | {
     "prompt": Field("prompt", checks.prompt),
+    "parse_special": Field("parse_special", checks.boolean),
     "n": Field("n", checks.only(1, because="must be 1 on /generate; /v1/completions takes more")),
     "logprobs": Field("", checks.only(because="is not available on /generate; use /v1/completions")),
 }
 
 COMPLETIONS: Table = _OPENAI | {
     "prompt": Field("prompt", checks.prompts),
+    "parse_special": Field("parse_special", checks.boolean),
     "logprobs": Field("logprobs", checks.integer(0, checks.MAX_COMPLETION_LOGPROBS)),
     "echo": Field("echo", checks.boolean),
     "best_of": Field("best_of", checks.integer(1, checks.MAX_SAMPLES)),
@@ -137,6 +144,7 @@ COMPLETIONS: Table = _OPENAI | {
 
 CHAT: Table = _OPENAI | {
     "messages": Field("messages", chat_checks.chat_messages),
+    "parse_special": Field("", checks.only(False, because="must be false: what messages spell stays text")),
     "max_tokens": Field("max_tokens", checks.integer(1, checks.INT32_MAX)),
     "max_completion_tokens": Field("max_completion_tokens", checks.integer(1, checks.INT32_MAX)),
     "logprobs": Field("logprobs", checks.boolean),
@@ -164,6 +172,33 @@ GRPC: Table = SAMPLING | {
     "request_id": Field("request_id", checks.request_id),
     "model_defaults": Field("model_defaults", checks.boolean),
     "show_tool_markers": Field("show_tool_markers", checks.boolean),
+    "parse_special": Field("parse_special", checks.boolean),
+}
+
+SPELLINGS = ("text", "prompt", "content", "messages")  # of what is tokenized: ours, vLLM's, llama.cpp's, vLLM's chat
+
+TOKENIZE: Table = {
+    "text": Field("text", checks.string),
+    "prompt": Field("prompt", checks.string),
+    "content": Field("content", checks.string),
+    "messages": Field("messages", chat_checks.chat_messages),
+    "add_special_tokens": Field("add_special_tokens", checks.boolean),
+    "add_special": Field("add_special", checks.boolean),
+    "parse_special": Field("parse_special", checks.boolean),
+    "return_token_strs": Field("return_token_strs", checks.boolean),
+    "with_pieces": Field("with_pieces", checks.boolean),
+    "model": Field("model", checks.string),
+    "tools": Field("tools", chat_checks.tools),
+    "continue_final_message": Field("continue_final_message", checks.boolean),
+    "add_generation_prompt": Field("add_generation_prompt", checks.boolean),
+    "chat_template": Field("", checks.only(because="is not supported: the server renders chats by the model's")),
+    "chat_template_kwargs": Field("chat_template_kwargs", checks.json_object),
+}
+
+DETOKENIZE: Table = {
+    "tokens": Field("tokens", checks.token_ids),
+    "skip_special_tokens": Field("skip_special_tokens", checks.boolean),
+    "model": Field("model", checks.string),
 }
 
 _unknown: set[str] = set()  # names already logged
@@ -176,15 +211,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
     Raises:
         InvalidRequest: a field is not allowed, or fields contradict each other; ``param`` is its name.
     """
-    values: dict[str, Any] = {}
-    for name, value in body.items():
-        field = table.get(name)
-        if field is None:
-            _log_unknown(name)
-        elif value is not None:
-            checked = _checked(name, value, field.check)
-            if field.target and checked is not None:
-                values[field.target] = checked
+    values = checked(body, table)
     _combine_guides(values)
     if table is COMPLETIONS:
         _combine_completions(values)
@@ -211,13 +238,22 @@ def check_model_name(asked: str | None, served: str, adapters: Collection[str] =
         raise ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {names} {verb} served", param="model")
 
 
-def required(body: Mapping[str, Any], name: str, check: Check) -> Any:
-    """The only field of a small request, checked; raises `InvalidRequest`."""
-    for other in body.keys() - {name}:
-        _log_unknown(other)
-    if body.get(name) is None:
-        raise InvalidRequest(f"{name} is required", param=name)
-    return _checked(name, body[name], check)
+def checked(body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """The fields that are given, each checked by itself, under the names they have in `RequestFields`.
+
+    Raises:
+        InvalidRequest: a field is not allowed; ``param`` is its name.
+    """
+    values: dict[str, Any] = {}
+    for name, value in body.items():
+        field = table.get(name)
+        if field is None:
+            _log_unknown(name)
+        elif value is not None:
+            found = _checked(name, value, field.check)
+            if field.target and found is not None:
+                values[field.target] = found
+    return values
 
 
 def _checked(name: str, value: Any, check: Check) -> Any:
@@ -249,8 +285,11 @@ def _combine_chat(values: dict[str, Any]) -> None:
         values["logprobs"] = top or 0
     elif top:
         raise InvalidRequest("top_logprobs is only allowed with logprobs true", param="top_logprobs")
+    check_chat(values)
 
 
+def check_chat(values: dict[str, Any]) -> None:
+    """Refuses what fits neither the tools nor the last message; ``continue_final_message`` begins no new one."""
     _combine_tools(values)
     if values.get("continue_final_message"):
         if values.setdefault("add_generation_prompt", False):

@@ -86,11 +86,11 @@ def generate(config: ServeConfig, options: GenerateOptions) -> int:
 
 def _encode(opened: OpenModel, prompt: str, chat: bool) -> list[int]:
     if not chat:
-        return opened.tokenizer.encode(prompt)
+        return opened.tokenizer.encode(prompt, parse_special=True)
     if opened.tokenizer.chat_template is None:
         raise StartError(f"{opened.path} has no chat template: leave out --chat")
     text = opened.tokenizer.chat_template.render([{"role": "user", "content": prompt}])
-    return opened.tokenizer.encode(text, add_bos=False, parse_special=True)
+    return opened.tokenizer.encode_chat(text)
 
 
 def _print_answer(sink: QueueSink) -> None:

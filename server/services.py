@@ -26,7 +26,7 @@ from protos import orchestrator_pb2, orchestrator_pb2_grpc, preheat_pb2, preheat
 from server import checks, fields, validation, wire
 from server.chat_rendering import render_chat
 from server.errors import InternalError, InvalidRequest, ServerError, Unavailable
-from server.fields import RequestFields
+from server.fields import RequestFields, check_model_name
 from server.guided import Guide, Guides
 from server.live_request import log_outcome
 from server.metrics import Metrics, Outcome
@@ -191,7 +191,8 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             if is_text:
                 text = request.text_content.text
                 validation.check_text_length(text, model.limits)
-                ids = await self._work(self._encode, model.tokenizer, text, not request.has_bos)
+                add_bos = parsed.add_special_tokens is not False and not request.has_bos
+                ids = await self._work(self._encode, model.tokenizer, text, add_bos, parsed.parse_special)
             elif request.WhichOneof("content") == "token_content":
                 ids = request.token_content.token_ids
             else:
@@ -209,7 +210,7 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             built = dataclasses.replace(
                 built,
                 guide=await self._guide(model, parsed),
-                shown_special=model.tool_markers if parsed.show_tool_markers else frozenset(),
+                shown_special=_shown_special(model, parsed),
             )
         except ServerError as error:
             self._refused(request, "invalid", error)
@@ -222,13 +223,18 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
             raise
         wire_prompt = None  # text of the echoed prompt; "" where only its log-probs are wanted
         if parsed.echo:
-            wire_prompt = request.text_content.text if is_text else await self._work(model.tokenizer.decode, list(ids))
+            wire_prompt = (
+                request.text_content.text
+                if is_text
+                else await self._work(model.tokenizer.decode, list(ids), skip_special=parsed.skip_special_tokens)
+            )
         elif built.prompt_logprobs:
             wire_prompt = ""
         writer = MessageWriter(
             model.tokenizer,
             built,
             echoed=wire_prompt or "",
+            prompt=request.text_content.text if is_text else None,
             text=is_text or parsed.want_text,
             logprobs=parsed.logprobs,
             prompt_logprobs=parsed.prompt_logprobs,
@@ -244,10 +250,10 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
                 return await loop.run_in_executor(self._server.grammar_worker, model.guides.compile, name, value)
         return None
 
-    def _encode(self, tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
+    def _encode(self, tokenizer: Tokenizer, text: str, add_bos: bool, parse_special: bool) -> list[int]:
         if self._server.fault_hook is not None:
             self._server.fault_hook("tokenize", text)
-        return tokenizer.encode(text, add_bos=add_bos)
+        return tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
 
     def _refused(self, request: orchestrator_pb2.DecodeRequest, outcome: Outcome, error: ServerError | str) -> None:
         """Counts and logs a request that does not reach the orchestrator."""
@@ -292,19 +298,35 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
     async def Tokenize(self, request, context):  # noqa: N802
         async def answer():
             model = self._loaded()
-            add_bos = not request.HasField("add_bos") or request.add_bos
-            ids = await self._work(model.tokenizer.encode, request.text, add_bos=add_bos)
-            return preheat_pb2.TokenizeResponse(token_ids=ids)
+            if request.HasField("model"):
+                check_model_name(request.model, model.limits.name, model.limits.adapters)
+            return await self._work(_tokenize, model, request)
 
         return await self._answer(answer, context)
 
     async def Detokenize(self, request, context):  # noqa: N802
         async def answer():
             model = self._loaded()
+            if request.HasField("model"):
+                check_model_name(request.model, model.limits.name, model.limits.adapters)
             validation.check_ids("tokens", request.token_ids, model.limits)
-            return preheat_pb2.DetokenizeResponse(
-                text=await self._work(model.tokenizer.decode, list(request.token_ids))
-            )
+            skip_special = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+            ids = list(request.token_ids)
+            text = await self._work(model.tokenizer.decode, ids, skip_special=skip_special)
+            return preheat_pb2.DetokenizeResponse(text=text)
+
+        return await self._answer(answer, context)
+
+    async def TokenizerInfo(self, request, context):  # noqa: N802
+        async def answer():
+            tokenizer = self._loaded().tokenizer
+            templates = {} if tokenizer.chat_template is None else tokenizer.chat_template.sources
+            info = dict(tokenizer.info)
+            if "default" in templates:
+                info["chat_template"] = templates["default"]
+            if len(templates) > 1:
+                info["chat_templates"] = dict(templates)
+            return preheat_pb2.TokenizerInfoResponse(json=json.dumps(info))
 
         return await self._answer(answer, context)
 
@@ -325,6 +347,25 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
             await abort(context, error)
         except Exception:
             await self._fault(context)
+
+
+def _tokenize(model: Model, request: preheat_pb2.TokenizeRequest) -> preheat_pb2.TokenizeResponse:
+    tokenizer = model.tokenizer
+    if request.HasField("chat"):
+        ids = list(render_chat(tokenizer, request.chat).token_ids)
+    else:
+        ids = tokenizer.encode(
+            request.text,
+            add_bos=not request.HasField("add_bos") or request.add_bos,
+            parse_special=not request.HasField("parse_special") or request.parse_special,
+        )
+    answer = preheat_pb2.TokenizeResponse(token_ids=ids, max_len=model.limits.max_len)
+    if request.describe:
+        answer.tokens.extend(
+            preheat_pb2.TokenizeResponse.Token(piece=tokenizer.token_piece(id), raw=tokenizer.token_bytes(id))
+            for id in ids
+        )
+    return answer
 
 
 class HealthService(_Door, health_pb2_grpc.HealthServicer):
@@ -358,6 +399,13 @@ class HealthService(_Door, health_pb2_grpc.HealthServicer):
                 sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
             await asyncio.sleep(self._watch_interval)
+
+
+def _shown_special(model: Model, parsed: RequestFields) -> frozenset[int]:
+    """The control tokens that the answer's text shows."""
+    if not parsed.skip_special_tokens:
+        return model.tokenizer.special_ids
+    return model.tool_markers if parsed.show_tool_markers else frozenset()
 
 
 def _gauge(gauge: Any) -> int:

@@ -162,11 +162,46 @@ class TextOffsets:
         return offset
 
 
+class PromptOffsets:
+    """Where each token of a prompt begins in the text that it was made of, in characters.
+
+    Tokens do not spell a text exactly: BOS was added, a space put before a word, space beside a control token dropped,
+    a character composed. So each is looked for where the one before it ended, or a little behind that.
+    """
+
+    NEAR = 32  # characters
+
+    def __init__(self, tokenizer: Tokenizer, text: str):
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
+        self._text = text
+        self._next = 0
+
+    def next(self, token: int) -> int:
+        text, place = self._text, self._next
+        if self._tokenizer.is_special(token):
+            spelling = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+            found = text.find(spelling, place, place + self.NEAR)
+            if found >= 0:
+                place, self._next = found, found + len(spelling)
+            return place
+        piece = self._detokenizer.push(token)
+        if not text.startswith(piece, place):
+            if piece.startswith(" ") and text.startswith(piece[1:], place):
+                piece = piece[1:]
+            else:
+                found = text.find(piece, place, place + self.NEAR + len(piece))
+                place = found if found >= 0 else place
+        self._next = min(place + len(piece), len(text))
+        return place
+
+
 class MessageWriter:
     """Makes the messages of one stream.
 
     Args:
         echoed: the text that is sent back before that of each sample.
+        prompt: what the prompt's tokens were made of; `None`: they were given.
         text: text is wanted, not token ids only.
         logprobs, prompt_logprobs: alternatives per token; `None`: no log-probs.
     """
@@ -177,12 +212,15 @@ class MessageWriter:
         request: GenerateRequest,
         *,
         echoed: str,
+        prompt: str | None = None,
         text: bool,
         logprobs: int | None,
         prompt_logprobs: int | None,
     ):
         self._tokenizer = tokenizer
         self._samples = len(request.sampling)
+        self._prompt = prompt
+        self._shown = request.shown_special
         self._text = text
         continues = any(not tokenizer.is_special(token) for token in request.prompt)
         self._offsets = [
@@ -197,7 +235,11 @@ class MessageWriter:
     ) -> list[DecodeResponse]:
         """The messages that bring the prompt back."""
         messages = []
-        offsets = TextOffsets(self._tokenizer.detokenizer())
+        offsets: TextOffsets | PromptOffsets
+        if self._prompt is not None:
+            offsets = PromptOffsets(self._tokenizer, self._prompt)
+        else:
+            offsets = TextOffsets(self._tokenizer.detokenizer(shown=self._shown))
         for start in range(0, len(ids), LOGPROBS_PER_MESSAGE):
             message = self._message([_Pending() for _ in range(self._samples)])
             part = slice(start, start + LOGPROBS_PER_MESSAGE)
@@ -257,7 +299,7 @@ class MessageWriter:
         return message
 
     def _logprob(
-        self, token: int, entry: TokenLogprob | None, alternatives: int, offsets: TextOffsets
+        self, token: int, entry: TokenLogprob | None, alternatives: int, offsets: TextOffsets | PromptOffsets
     ) -> WireLogprob:
         text, raw = self._tokenizer.token_text, self._tokenizer.token_bytes
         wire = WireLogprob(

@@ -16,6 +16,7 @@ MESSAGE_LIMIT = 64 * 2**20  # bytes of one message, in both directions
 ACCEPTED = "preheat-accepted"  # initial metadata of a Decode call that was checked and queued
 ERROR = "preheat-error"  # trailing metadata of a failed call: a JSON object of type, code, param and retry_after
 KEEPALIVE_SECONDS = 60  # of silence, after which a client asks whether the server is still there
+_SILENT = RequestFields()
 
 
 def fields_from_proto(request: orchestrator_pb2.DecodeRequest) -> RequestFields:
@@ -50,7 +51,7 @@ def fields_to_proto(parsed: RequestFields) -> orchestrator_pb2.DecodeRequest:
     )
     for name in fields.GRPC:
         value = getattr(parsed, name, None)
-        if value is not None and value is not False and request.DESCRIPTOR.fields_by_name[name].has_presence:
+        if value != getattr(_SILENT, name, None) and request.DESCRIPTOR.fields_by_name[name].has_presence:
             setattr(request, name, value)
     if parsed.max_tokens == 0:
         request.prompt_only = True

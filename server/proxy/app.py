@@ -20,11 +20,11 @@ from starlette.routing import Route
 
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
-from server import checks, fields, json_schemas, wire
-from server.chat_checks import ToolName
+from server import fields, json_schemas, wire
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.fields import RequestFields
 from server.proxy import openapi
+from server.proxy.chat_request import chat_request
 from server.proxy.http import (
     EventStream,
     Front,
@@ -35,6 +35,7 @@ from server.proxy.http import (
 )
 from server.proxy.metrics import merge
 from server.proxy.shapes import ChatShape, Choice, CompletionShape, GenerateShape, Json, Shape, TotalUsage
+from server.proxy.tokenization import detokenize_answer, detokenize_requests, tokenize_answer, tokenize_request
 from server.proxy.tool_parser import ToolParser
 from server.proxy.upstreams import RETRY_UNREACHABLE, Generation, Metadata, Upstreams
 
@@ -74,6 +75,9 @@ def make_app(
         Route("/v1/models/{name:path}", proxy.model),
         Route("/tokenize", proxy.tokenize, methods=["POST"]),
         Route("/detokenize", proxy.detokenize, methods=["POST"]),
+        Route("/v1/tokenize", proxy.tokenize, methods=["POST"]),
+        Route("/v1/detokenize", proxy.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", proxy.tokenizer_info),
         Route("/health", proxy.health),
         Route("/ready", proxy.ready),
         Route("/warmup", proxy.warmup),
@@ -166,20 +170,8 @@ class Proxy:
 
     async def _plan_chat(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
         name = await self._name(parsed, metadata)
-        request = preheat_pb2.RenderChatRequest(
-            messages=_compact(parsed.messages),
-            template_kwargs=_compact(parsed.chat_template_kwargs or {}),
-            add_generation_prompt=parsed.add_generation_prompt,
-            continue_final_message=parsed.continue_final_message,
-        )
+        rendered = await self._upstreams.call("RenderChat", chat_request(parsed), metadata)
         tools = parsed.tools if parsed.tool_choice != "none" else ()
-        if tools:
-            request.tools = _compact(tools)
-            request.parallel_tool_calls = parsed.parallel_tool_calls
-            request.tools_optional = parsed.tool_choice == "auto" and parsed.response_schema is None
-            if isinstance(parsed.tool_choice, ToolName):
-                request.tool_name = parsed.tool_choice.name
-        rendered = await self._upstreams.call("RenderChat", request, metadata)
         parsed = dataclasses.replace(parsed, prompt=(tuple(rendered.token_ids),), model_defaults=True)
         parser = None
         if tools:
@@ -223,16 +215,19 @@ class Proxy:
         return {card.name: {"id": card.name, **shared, "parent": None}, **adapters}
 
     async def tokenize(self, request: Request) -> Response:
-        text = fields.required(await read_json(request), "text", checks.string)
-        answer = await self._upstreams.call("Tokenize", preheat_pb2.TokenizeRequest(text=text), _metadata(request))
-        return JSONResponse({"tokens": list(answer.token_ids)})
+        body = await read_json(request)
+        asked, pieces = tokenize_request(body)
+        answer = await self._upstreams.call("Tokenize", asked, _metadata(request))
+        return JSONResponse(tokenize_answer(body, answer, pieces=pieces))
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = fields.required(await read_json(request), "tokens", checks.token_ids)
-        answer = await self._upstreams.call(
-            "Detokenize", preheat_pb2.DetokenizeRequest(token_ids=tokens), _metadata(request)
-        )
-        return JSONResponse({"text": answer.text})
+        asked, metadata = detokenize_requests(await read_json(request)), _metadata(request)
+        answers = [await self._upstreams.call("Detokenize", one, metadata) for one in asked]
+        return JSONResponse(detokenize_answer([answer.text for answer in answers]))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        answer = await self._upstreams.call("TokenizerInfo", preheat_pb2.TokenizerInfoRequest(), _metadata(request))
+        return Response(answer.json, media_type="application/json")
 
     # State.
 
@@ -364,8 +359,3 @@ def _metadata(request: Request) -> Metadata:
     value = request.headers.get("authorization")
     sendable = value is not None and value.isascii() and value.isprintable()
     return (("authorization", value),) if sendable and value else ()
-
-
-def _compact(value: Any) -> str:
-    # ASCII: a lone surrogate in a message stays an escape, and is refused where the text is tokenized.
-    return json.dumps(value, separators=(",", ":"))

@@ -59,6 +59,16 @@ ABOUT = {
     "continue_final_message": "The answer goes on with the last message, which is the assistant's.",
     "add_generation_prompt": "The prompt ends with the beginning of the assistant's turn (the default).",
     "chat_template_kwargs": "Further variables of the model's chat template.",
+    "chat_template": "Not supported.",
+    "parse_special": "False: control tokens that the text spells stay text.",
+    "skip_special_tokens": "False: the text shows control tokens.",
+    "add_special_tokens": "Whether BOS comes first. Absent: before a text, and in a chat where the template has it.",
+    "add_special": "llama.cpp's name of add_special_tokens; absent with content: false.",
+    "text": "The text to tokenize; one of text, prompt, content and messages is required.",
+    "content": "The text to tokenize, as llama.cpp's clients spell it.",
+    "return_token_strs": "The answer has token_strs, the tokens as the vocabulary spells them.",
+    "with_pieces": "The answer has each token as its id and its text, or its bytes where they are no text.",
+    "tokens": "Token ids.",
 }
 
 _NUMBER_OR_NULL: Json = {"anyOf": [{"type": "number"}, {"type": "null"}]}
@@ -119,8 +129,8 @@ def _schemas() -> Json:
         "GenerateRequest": _request(fields.GENERATE, "prompt"),
         "CompletionRequest": _request(fields.COMPLETIONS, "prompt"),
         "ChatRequest": _request(fields.CHAT, "messages"),
-        "TokenizeRequest": _object(text=checks.schema_of(checks.string)),
-        "DetokenizeRequest": _object(tokens=checks.schema_of(checks.token_ids)),
+        "TokenizeRequest": _request(fields.TOKENIZE),
+        "DetokenizeRequest": _request(fields.DETOKENIZE, "tokens"),
         "Generated": _object(response=string),
         "Completion": _object(
             object={"type": "string", "enum": ["text_completion"]},
@@ -146,14 +156,23 @@ def _schemas() -> Json:
             parent=_or_null(string),  # the served model, of an adapter
         ),
         "Models": _object(object={"type": "string", "enum": ["list"]}, data=_list(_ref("Model"))),
-        "Tokens": _object(tokens=_list(integer)),
-        "Text": _object(text=string),
+        "Tokens": _tokens(),
+        "Text": _object(text=string, prompt=string, content=string),
+        "TokenizerInfo": _object(tokenizer_class=string),  # and more, as in a tokenizer_config.json
         "Health": _object(status={"type": "string", "enum": ["ok"]}, state=string),
         "Ready": _object(state={"type": "string", "enum": ["ready"]}),
         "Error": _object(
             error=_object(message=string, type=string, code=_STRING_OR_NULL, param=_STRING_OR_NULL),
         ),
     }
+
+
+def _tokens() -> Json:
+    integer: Json = {"type": "integer"}
+    piece = _object(id=integer, piece={"anyOf": [{"type": "string"}, _list(integer)]})
+    tokens = _object(tokens=_list({"anyOf": [integer, piece]}), count=integer, max_model_len=integer)
+    tokens["properties"]["token_strs"] = _list({"type": "string"})
+    return tokens
 
 
 def _request(table: Table, *required: str) -> Json:
@@ -204,6 +223,11 @@ def _post(summary: str, request: str, answer: str, *errors: int, stream: bool = 
     }
 
 
+def _as_v1(methods: Json) -> Json:
+    """The same under another path."""
+    return {"post": methods["post"] | {"operationId": "v1-" + methods["post"]["operationId"]}}
+
+
 def _get(summary: str, responses: Json, *, open: bool = True, parameters: list[Json] | None = None) -> Json:
     operation: Json = {"summary": summary, "responses": responses}
     if open:
@@ -224,6 +248,8 @@ def document() -> Json:
     """The description of all routes."""
     limits = (404, 429, 504)
     name: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    tokenize = _post("Token ids of a text or a conversation", "TokenizeRequest", "Tokens", 404)
+    detokenize = _post("The text of token ids", "DetokenizeRequest", "Text", 404)
     paths = {
         "/generate": _post("Continues a text", "GenerateRequest", "Generated", *limits, stream=True),
         "/v1/completions": _post("OpenAI's completions", "CompletionRequest", "Completion", *limits, stream=True),
@@ -234,8 +260,11 @@ def document() -> Json:
         "/v1/models/{name}": _get(
             "The served model or an adapter by name", _answers("Model", 404, *_OF_ALL), open=False, parameters=[name]
         ),
-        "/tokenize": _post("Token ids of a text", "TokenizeRequest", "Tokens"),
-        "/detokenize": _post("The text of token ids", "DetokenizeRequest", "Text"),
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+        "/v1/tokenize": _as_v1(tokenize),
+        "/v1/detokenize": _as_v1(detokenize),
+        "/tokenizer_info": _get("What the tokenizer says of itself", _answers("TokenizerInfo", *_OF_ALL), open=False),
         "/health": _get("Whether the server can serve or is still starting", _answers("Health", 503)),
         "/ready": _get("Whether requests are answered now", _answers("Ready", 503)),
         "/warmup": _get("The warmup report", _plain("application/json", {"type": "object"}, 503)),

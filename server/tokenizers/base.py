@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import abc
 import codecs
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from server.errors import InvalidRequest
 from server.tokenizers.chat import ChatTemplate, unmark
@@ -35,13 +35,19 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
+    info: Mapping[str, Any]  # what it says of itself, by the names of a tokenizer_config.json
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Ids of a text.
+        """Ids of a raw text.
 
         ``add_bos``: begin with what the model's own tokenizer begins with; one BOS, never two. ``parse_special``:
-        control tokens spelled in the text become ids; only for rendered chat templates, since a user's text that spells
-        one stays text. Raises `InvalidRequest` for text that is not Unicode (lone surrogates).
+        control tokens spelled in the text become their ids, else they are text. Raises `InvalidRequest` for text that
+        is not Unicode (lone surrogates).
+        """
+
+    def encode_chat(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """Ids of what a `ChatTemplate` rendered: the template's control tokens become ids, those that messages spell
+        are marked and stay text.
         """
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -55,8 +61,15 @@ class Tokenizer(Protocol):
         unknown ids.
         """
 
+    def token_piece(self, id: int) -> str:
+        """A token as the vocabulary spells it, such as ``Ġthe``; `token_text` of unknown ids."""
+
     def is_special(self, id: int) -> bool:
         """Whether a token is a control token, which `decode` leaves out."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All control tokens."""
 
     def detokenizer(self, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> Detokenizer:
         """A new incremental decoder of one sequence.
@@ -109,45 +122,46 @@ class BytesTokenizer(abc.ABC):
         special: SpecialTokens,
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
+        info: Mapping[str, Any] | None = None,
     ):
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
+        self.info = {"tokenizer_class": type(self).__name__, **(info or {})}
         self.special = special
         self.prefix = list(prefix)  # what an encoded text begins with: BOS, mostly
         self._bytes: dict[int, bytes] = {}  # as they are asked for
 
     @abc.abstractmethod
-    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
-        """Ids of a text without anything added. Not called with marks of `server.tokenizers.chat`."""
+    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
+        """Ids of a text without anything added. ``first``: nothing comes before it; where not, an added token does."""
 
     @abc.abstractmethod
     def find_bytes(self, id: int) -> bytes:
         """The bytes of a token, ``0 <= id < vocab_size``."""
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"the text has a lone surrogate at character {error.start}, which is no Unicode text; remove it"
-            ) from None
-        ids = self._encode_chat(text) if parse_special else self.encode_text(text, parse_special=False)
-        if add_bos and not (parse_special and self.prefix and ids[: len(self.prefix)] == self.prefix):
-            ids = self.prefix + ids
-        return ids
+        _check_unicode(text)
+        ids = self.encode_text(text, parse_special=parse_special)
+        return self._with_prefix(ids) if add_bos else ids
 
-    def _encode_chat(self, text: str) -> list[int]:
-        """A rendered chat: the template's control tokens are parsed, those that a user spelled are marked and stay
-        text.
-        """
+    def encode_chat(self, text: str, *, add_bos: bool = False) -> list[int]:
+        _check_unicode(text)
         if unmark(text) == text:
-            return self.encode_text(text, parse_special=True)
-        ids: list[int] = []
-        for part in self.special.split(text, parse_special=True):
-            ids += [part] if isinstance(part, int) else self.encode_text(unmark(part), parse_special=False)
-        return ids
+            ids = self.encode_text(text, parse_special=True)
+        else:
+            ids = []
+            for part in self.special.split(text, parse_special=True):
+                if isinstance(part, int):
+                    ids.append(part)
+                else:
+                    ids += self.encode_text(unmark(part), parse_special=False, first=not ids)
+        return self._with_prefix(ids) if add_bos else ids
+
+    def _with_prefix(self, ids: list[int]) -> list[int]:
+        """BOS comes first, once: ids that a text spelled count."""
+        return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         data = b"".join(self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id)))
@@ -171,8 +185,24 @@ class BytesTokenizer(abc.ABC):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def token_piece(self, id: int) -> str:
+        return self.token_text(id)
+
     def is_special(self, id: int) -> bool:
         return id in self.special.control_ids
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self.special.control_ids
+
     def detokenizer(self, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> Detokenizer:
         return Detokenizer(self, continues=continues, shown=shown)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text has a lone surrogate at character {error.start}, which is no Unicode text; remove it"
+        ) from None

@@ -28,10 +28,11 @@ class ByteTokenizer(BytesTokenizer):
             eos_token_ids=(EOS, EOT),
             special=special,
             prefix=[BOS],
+            info={"bos_token": SPELLINGS[BOS], "eos_token": SPELLINGS[EOS]},
             chat_template=ChatTemplate(CHAT_TEMPLATE, control_spellings=special.control_spellings),
         )
 
-    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
         ids: list[int] = []
         for part in self.special.split(text, parse_special=parse_special):
             ids += [part] if isinstance(part, int) else part.encode("utf-8")

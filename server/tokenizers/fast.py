@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -45,6 +47,7 @@ class FastTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
+        info: Mapping[str, Any] | None = None,
         unused: frozenset[int] = frozenset(),
     ):
         super().__init__(
@@ -54,20 +57,30 @@ class FastTokenizer(BytesTokenizer):
             special=special_tokens(tokenizer),
             prefix=prefix,
             chat_template=chat_template,
+            info=info,
         )
         self._parsing = tokenizer
         self._parsing.no_padding()
         self._parsing.no_truncation()
         self._plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True  # the library's name for "spelled control tokens are text"
+        self._separator = secrets.token_hex(16)  # nobody can spell it
+        self._plain.add_tokens([tokenizers.AddedToken(self._separator, normalized=False)])
         self._unused = unused
         self._byte_level, self.strip_leading_space = decoder_kind(tokenizer, source)
         if not self._byte_level:
             self.decode_errors = BYTEWISE
 
-    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
-        tokenizer = self._parsing if parse_special else self._plain
-        return tokenizer.encode(text, add_special_tokens=False).ids
+    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
+        if first:
+            tokenizer = self._parsing if parse_special else self._plain
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        # Some put a space before the first text only, so that something must come before this one.
+        return self._plain.encode(self._separator + text, add_special_tokens=False).ids[1:]
+
+    def token_piece(self, id: int) -> str:
+        piece = self._parsing.id_to_token(id) if id >= 0 else None
+        return self.token_text(id) if piece is None else piece
 
     def find_bytes(self, id: int) -> bytes:
         token = self._parsing.id_to_token(id)

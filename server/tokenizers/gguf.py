@@ -97,13 +97,17 @@ def _prefix(file: GgufFile, default: bool) -> list[int]:
     return [bos] if bos is not None and file.get("tokenizer.ggml.add_bos_token", default) else []
 
 
-def _chat_template(file: GgufFile, tokens: list[str], control: list[str]) -> ChatTemplate | None:
+def _spellings(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    """The named special tokens, as a tokenizer_config.json calls them."""
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return {name: tokens[id] for name, id in ids.items() if id is not None}
+
+
+def _chat_template(file: GgufFile, spellings: dict[str, str], control: list[str]) -> ChatTemplate | None:
     template = file.get("tokenizer.chat_template")
     if template is None:
         return None
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    spellings = {name: tokens[id] for name, id in ids.items() if id is not None}
     named = {"default": template}
     for name in file.get("tokenizer.chat_templates", []):
         named[name] = file.require(f"tokenizer.chat_template.{name}")
@@ -121,6 +125,7 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
             "convert the model again with a current converter, or use its safetensors version"
         )
     tokens = file.require("tokenizer.ggml.tokens")
+    spellings = _spellings(file, tokens)
     types = _types(file, len(tokens))
     vocab = {token: id for id, token in enumerate(tokens)}
     merges = [
@@ -153,13 +158,15 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, pre in ADDS_BOS),
-        chat_template=_chat_template(file, tokens, control),
+        chat_template=_chat_template(file, spellings, control),
+        info=spellings,
         unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
     )
 
 
 def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
     tokens = file.require("tokenizer.ggml.tokens")
+    spellings = _spellings(file, tokens)
     types = _types(file, len(tokens))
     scores = file.require("tokenizer.ggml.scores").tolist()
     model = spm.bpe_model(tokens, scores, types, add_space_prefix=file.get("tokenizer.ggml.add_space_prefix", True))
@@ -171,5 +178,6 @@ def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, True),
-        chat_template=_chat_template(file, tokens, control),
+        chat_template=_chat_template(file, spellings, control),
+        info=spellings,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from typing import Any
 
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
@@ -71,6 +72,18 @@ def _spellings(config: dict) -> dict[str, str]:
         for name, token in found.items()
         if isinstance(token, (str, dict))
     }
+
+
+def _info(config: dict) -> dict[str, Any]:
+    """The configuration with tokens as their text, and without the template."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            content = value.get("content")
+            return content if isinstance(content, str) else {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return {key: plain(value) for key, value in config.items() if key != "chat_template" and value is not None}
 
 
 def _added_tokens(path: pathlib.Path, config: dict) -> list[SpecialToken]:
@@ -156,6 +169,7 @@ def _fast(path: pathlib.Path) -> FastTokenizer:
         eos_token_ids=_eos(path, eos),
         prefix=prefix,
         chat_template=_chat_template(path, config, special_tokens(tokenizer).control_spellings),
+        info=_info(config),
     )
 
 
@@ -201,6 +215,7 @@ def _sentencepiece(path: pathlib.Path) -> SentencePieceTokenizer:
         eos_token_ids=_eos(path, eos),
         prefix=[bos] if bos is not None and config.get("add_bos_token", True) else [],
         chat_template=_chat_template(path, {**config, **spellings}, tuple(control)),
+        info=_info({**config, **spellings}),
     )
 
 
@@ -218,4 +233,5 @@ def _tekken(path: pathlib.Path) -> TekkenTokenizer:
         eos_token_ids=_eos(path, None),
         add_bos=config.get("add_bos_token", True),
         chat_template=_chat_template(path, {**config, **spellings}, control),
+        info=_info({**config, **spellings}),
     )

@@ -6,7 +6,8 @@ stretch of text between them gets the model's leading space, as Llama 2's own co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
@@ -39,6 +40,7 @@ class SentencePieceTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
+        info: Mapping[str, Any] | None = None,
     ):
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -59,15 +61,20 @@ class SentencePieceTokenizer(BytesTokenizer):
             special=special,
             prefix=prefix,
             chat_template=chat_template,
+            info=info,
         )
         proto = sentencepiece_model_pb2.ModelProto.FromString(self.processor.serialized_model_proto())
         self.strip_leading_space = proto.normalizer_spec.add_dummy_prefix
 
-    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
         ids: list[int] = []
         for part in self.special.split(text, parse_special=parse_special):
             ids += [part] if isinstance(part, int) else self.processor.EncodeAsIds(part)
         return ids
+
+    def token_piece(self, id: int) -> str:
+        own = 0 <= id < self._pieces and id not in self.special.by_id
+        return self.processor.IdToPiece(id) if own else self.token_text(id)
 
     def find_bytes(self, id: int) -> bytes:
         if id in self.special.by_id:

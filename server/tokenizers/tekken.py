@@ -58,6 +58,7 @@ class TekkenTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         add_bos: bool,
         chat_template: ChatTemplate | None,
+        info: Mapping[str, Any] | None = None,
     ):
         try:
             pattern, size, block = (
@@ -83,12 +84,13 @@ class TekkenTokenizer(BytesTokenizer):
             special=special,
             prefix=[ids[BOS]] if add_bos and BOS in ids else [],
             chat_template=chat_template,
+            info=info,
         )
         self._tokens = tokens
         self._block = block
         self._words = _bpe(tokens, pattern, source)
 
-    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
+    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
         ids: list[int] = []
         for part in self.special.split(text, parse_special=parse_special):
             if isinstance(part, int):

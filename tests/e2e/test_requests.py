@@ -237,9 +237,11 @@ def test_samples_follow_the_distribution(server):
     assert set(texts) == {"s", "t"} and abs(texts.count("s") - 128 * 0.6) < 4 * math.sqrt(128 * 0.24)
 
 
-def test_text_of_a_user_that_spells_a_control_token_stays_text(server):
-    assert post(server, {"text": "<|eos|>"}, "/tokenize").json() == {"tokens": [BOS, *b"<|eos|>"]}
+def test_control_tokens_of_a_raw_prompt(server):
+    assert post(server, {"text": "<|eos|>"}, "/tokenize").json()["tokens"] == [BOS, EOS]
     answer = post(server, {"prompt": "<|bos|>z", "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == 2
+    answer = post(server, {"prompt": "<|bos|>z", "max_tokens": 1, "parse_special": False}).json()
     assert answer["usage"]["prompt_tokens"] == 1 + len("<|bos|>z")
 
 

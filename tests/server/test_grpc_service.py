@@ -272,8 +272,10 @@ def test_leaving_cancels_the_call_and_not_the_read():
 
 def test_tokenizer_and_chat_methods(client):
     assert client.tokenize("aé") == [BOS, 97, 195, 169]
-    assert client.tokenize("<|eos|>") == [BOS, *b"<|eos|>"]  # a user's text stays text
-    assert client.detokenize([97, 195, 169]) == "aé"
+    assert client.tokenize("<|eos|>") == [BOS, 257]
+    assert client.tokenize("<|eos|>", parse_special=False, add_bos=False) == [*b"<|eos|>"]
+    assert client.detokenize([97, 195, 169, 257]) == "aé"
+    assert client.detokenize([97, 195, 169, 257], skip_special_tokens=False) == "aé<|eos|>"
     with pytest.raises(errors.InvalidRequest) as caught:
         client.detokenize([500])
     assert caught.value.param == "tokens"

@@ -147,7 +147,10 @@ def test_every_route_and_every_field_is_described():
     routes = {(route.path.replace(":path", ""), method.lower()) for route in app.routes for method in route.methods}
     assert {(path, method) for path, method, _ in operations()} == routes - {(path, "head") for path, _ in routes}
     schemas = DOCUMENT["components"]["schemas"]
-    tables = {"Generate": fields.GENERATE, "Completion": fields.COMPLETIONS, "Chat": fields.CHAT}
+    tables = {
+        "Generate": fields.GENERATE, "Completion": fields.COMPLETIONS, "Chat": fields.CHAT,
+        "Tokenize": fields.TOKENIZE, "Detokenize": fields.DETOKENIZE,
+    }  # fmt: skip
     for kind, table in tables.items():
         name = f"{kind}Request"
         assert schemas[name]["properties"].keys() == table.keys()
