@@ -8,11 +8,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.checks import ANY_OBJECT, described, json_schema, shown, string
+from server.checks import ANY_OBJECT, described, json_schema, shown, string, within_depth
 
 MAX_TOOLS = 128
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# "function" is what OpenAI called "tool" before there were several calls.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind: where the text is
+THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "reasoning_text": "text"}  # of an assistant, in some servers' answers
+MAX_ARGUMENTS_DEPTH = 64
+_TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
 @described({
@@ -29,75 +34,142 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
                     {
                         "type": "array",
                         "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+                            "anyOf": [
+                                {"type": "string"},
+                                {
+                                    "type": "object",
+                                    "required": ["type"],
+                                    "properties": {"type": {"type": "string", "enum": [*TEXT_PARTS, *THOUGHT_PARTS]}},
+                                },
+                            ]
                         },
                     },
                     {"type": "null"},
                 ]
             },
             "tool_calls": {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]},
-            "tool_call_id": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "tool_call_id": _TEXT_OR_NULL,
+            "refusal": _TEXT_OR_NULL,
+            "reasoning_content": _TEXT_OR_NULL,
+            "name": _TEXT_OR_NULL,
         },
     },
 })
 def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """OpenAI's messages, with text parts joined to one string and ``developer`` spelled ``system``, as templates know
-    it."""
+    """OpenAI's messages in the form that templates know: ``developer`` is spelled ``system``, text parts are one string.
+
+    Clients send back what servers answered, so a turn of the assistant may have no content (then it is empty, and `None`
+    beside calls), hold it in parts or as a refusal, bring empty lists of calls, a ``function_call`` of old, calls of custom
+    tools, arguments that are no JSON (an answer that was cut), and whatever fields a vendor adds: these reach the template.
+    """
     if not isinstance(value, list) or not value:
         raise ValueError("must be a non-empty list of messages")
     messages = []
     for index, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise ValueError(f"must be a list of objects; [{index}] is not an object")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"[{index}].role must be one of {', '.join(ROLES)}, not {shown(role)}")
-        content = _content(message.get("content"), index)
-        if content is None and not (role == "assistant" and message.get("tool_calls")):
-            raise ValueError(f"[{index}].content must be a string or a list of text parts")
-        kept = {key: value for key, value in message.items() if value is not None}
-        if "tool_calls" in kept:
-            kept["tool_calls"] = _past_calls(kept["tool_calls"], index)
-        messages.append(kept | {"role": "system" if role == "developer" else role, "content": content})
+        try:
+            messages.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"[{index}]{error}") from None
     string(json.dumps(messages, ensure_ascii=False))  # names, tool calls and all
     return tuple(messages)
 
 
-def _content(value: Any, index: int) -> str | None:
+def _message(value: Any) -> dict[str, Any]:
+    """One message. The texts of errors follow its place in the list."""
+    if not isinstance(value, dict):
+        raise ValueError(" must be an object")
+    message = {key: item for key, item in value.items() if item is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f".role must be one of {', '.join(ROLES)}, not {shown(role)}")
+    message["role"] = {"developer": "system", "function": "tool"}.get(role, role)
+    content, thoughts = _content(message.get("content"), role)
+    if role == "assistant":
+        calls = _past_calls(message.pop("tool_calls", []), message.pop("function_call", None))
+        if calls:
+            message["tool_calls"] = calls
+        thoughts = thoughts or message.get("reasoning")
+        if isinstance(thoughts, str) and thoughts:
+            message.setdefault("reasoning_content", thoughts)
+        content = content or _said_otherwise(message) or (None if calls else "")
+    elif role in ("tool", "function"):
+        content = content or ""  # of a function that returns nothing
+    elif content is None:
+        raise ValueError(".content must be a string or a list of text parts")
+    message["content"] = content
+    return message
+
+
+def _content(value: Any, role: str) -> tuple[str | None, str]:
+    """A message's text, and what an assistant thought before it."""
     if value is None or isinstance(value, str):
-        return value
+        return value, ""
     if not isinstance(value, list):
-        raise ValueError(f"[{index}].content must be a string or a list of text parts")
-    texts = []
-    for part in value:
+        raise ValueError(".content must be a string or a list of text parts")
+    thought_parts = THOUGHT_PARTS if role == "assistant" else {}
+    texts, thoughts = [], []
+    for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'[{index}].content: only parts {{"type": "text", "text": string}} are supported')
-        texts.append(part["text"])
-    return "".join(texts)
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(kind, str) and isinstance(text := part.get(TEXT_PARTS.get(kind)), str):
+            texts.append(text)
+        elif isinstance(kind, str) and kind in thought_parts:
+            thought = part.get(thought_parts[kind])
+            thoughts.append(thought if isinstance(thought, str) else _content(thought, role)[0] or "")
+        else:
+            raise ValueError(f'.content[{index}] must be {{"type": "text", "text": string}}: the model reads text only')
+    return "".join(texts), "".join(thoughts)
 
 
-def _past_calls(value: Any, index: int) -> list[dict[str, Any]]:
+def _said_otherwise(message: Mapping[str, Any]) -> str | None:
+    """What an assistant's message without content says: that it refuses, or in a recording."""
+    audio = message.get("audio")
+    for text in (message.get("refusal"), audio.get("transcript") if isinstance(audio, dict) else None):
+        if isinstance(text, str) and text:
+            return text
+    return None
+
+
+def _past_calls(value: Any, function_call: Any) -> list[dict[str, Any]]:
     """Calls that the assistant made. Templates expect arguments as an object, where OpenAI has its JSON text."""
     if not isinstance(value, list):
-        raise ValueError(f"[{index}].tool_calls must be a list")
+        raise ValueError(".tool_calls must be a list")
+    if function_call is not None:
+        value = [*value, {"function": function_call}]
     calls = []
-    for call in value:
+    for index, call in enumerate(value):
         function = call.get("function") if isinstance(call, dict) else None
+        custom = call.get("custom") if isinstance(call, dict) else None
+        if isinstance(custom, dict) and function is None:  # a tool that takes a text
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f'[{index}].tool_calls must have {{"id": string, "type": "function", "function": object}}')
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"[{index}].tool_calls must have a JSON object as function.arguments")
-        calls.append(call | {"type": "function", "function": function | {"arguments": arguments}})
+            raise ValueError(
+                f'.tool_calls[{index}] must be {{"id": string, "type": "function", "function": {{"name": string, '
+                '"arguments": string}}'
+            )
+        kept = {key: item for key, item in call.items() if item is not None and key != "custom"}
+        calls.append(kept | {"type": "function", "function": function | {"arguments": _arguments(function, index)}})
     return calls
+
+
+def _arguments(function: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """A call's arguments as an object. What is none was made by a model, or cut: it is shown as what it is."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        try:
+            parsed = json.loads(arguments)
+            string(json.dumps(parsed, ensure_ascii=False))
+        except (ValueError, RecursionError):
+            parsed = arguments
+        arguments = {} if parsed is None else parsed
+        if not isinstance(arguments, dict) or not within_depth(arguments, MAX_ARGUMENTS_DEPTH):
+            arguments = {"INVALID_JSON": function["arguments"]}
+    elif arguments is None or isinstance(arguments, str):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f".tool_calls[{index}].function.arguments must be a JSON object's text")
+    return arguments
 
 
 @dataclasses.dataclass(frozen=True)

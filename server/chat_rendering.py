@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,8 @@ from server.errors import InvalidRequest
 from server.tokenizers import Tokenizer
 from server.tokenizers.chat import unmark
 from server.tools import ToolWriter, tool_writer
+
+_NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")  # what Mistral's templates refuse calls for
 
 
 def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -> preheat_pb2.RenderChatResponse:
@@ -35,6 +38,8 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
             raise InvalidRequest(
                 f"chat_template_kwargs must not have {name}: it is a field of its own", param="chat_template_kwargs"
             )
+    if any(_NINE.search(source) for source in template.sources.values()):
+        messages = _with_short_ids(messages)
     answer = preheat_pb2.RenderChatResponse()
     tools = None
     if request.HasField("tools"):
@@ -67,6 +72,23 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
     answer.text = unmark(text)
     answer.token_ids.extend(tokenizer.encode_chat(text, add_bos=request.add_special_tokens))
     return answer
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ids of calls as nine letters and digits, where they came from a server that makes others; equal ones stay equal."""
+
+    def short(id: Any) -> str:
+        return re.sub("[^A-Za-z0-9]", "", str(id))[-9:].rjust(9, "0")
+
+    changed = []
+    for message in messages:
+        if isinstance(calls := message.get("tool_calls"), list):
+            calls = [call | {"id": short(call.get("id", ""))} if isinstance(call, dict) else call for call in calls]
+            message = message | {"tool_calls": calls}
+        if message.get("tool_call_id") is not None:
+            message = message | {"tool_call_id": short(message["tool_call_id"])}
+        changed.append(message)
+    return changed
 
 
 def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:

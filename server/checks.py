@@ -311,6 +311,19 @@ def stream_options(value: Any) -> bool:
     return bool(include)
 
 
+def within_depth(value: Any, limit: int) -> bool:
+    """Lists and objects are nested at most ``limit`` deep. Level by level, so that the check cannot run out of stack."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(limit):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, (dict, list))
+        ]
+    return not level
+
+
 def shown(value: Any) -> str:
     """A value in an error message: short, printable, and never a huge integer's digits."""
     if type(value) is int and value.bit_length() > 128:

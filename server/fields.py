@@ -261,7 +261,8 @@ def _checked(name: str, value: Any, check: Check) -> Any:
         return check(value)
     except ValueError as error:
         shown = "" if isinstance(value, (dict, list, tuple)) else f", not {checks.shown(value)}"
-        raise InvalidRequest(f"{name} {error}{shown}", param=name) from None
+        said = str(error)  # "must be ...", or a place in the value first: "[1].role must be ..."
+        raise InvalidRequest(f"{name}{'' if said[:1] in '[.' else ' '}{said}{shown}", param=name) from None
 
 
 def _combine_completions(values: dict[str, Any]) -> None:

@@ -212,27 +212,13 @@ def parse_json(body: bytes) -> Json:
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    _check_depth(value)
+    if not checks.within_depth(value, MAX_DEPTH):
+        raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep")
     return value
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _check_depth(value: Any) -> None:
-    """Level by level, so that the check itself cannot run out of stack."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for container in level
-            for child in (container.values() if isinstance(container, dict) else container)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep")
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

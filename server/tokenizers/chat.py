@@ -59,14 +59,40 @@ def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
+class NoContent(str):
+    """The content of an assistant's turn that has only calls. Transformers hands `None` to templates there, and some ask
+    for it (``content is none``); others print it or add to it, which must not spell "None" or fail. So it is both."""
+
+    def __new__(cls) -> NoContent:
+        return super().__new__(cls, "")
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _is_none(value: object) -> bool:
+    return value is None or isinstance(value, NoContent)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = _tojson
+    environment.tests["none"] = _is_none
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
+    clean = {key: value for key, value in message.items() if value is not None}
+    return clean if message.get("role") != "assistant" else {"content": NoContent()} | clean
 
 
 class ChatTemplate:
@@ -106,8 +132,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation, to be encoded with ``parse_special``.
 
-        ``kwargs`` are further variables of the template. Fields of a message that are `None` are left out. Raises
-        `InvalidRequest` with param ``messages`` when the template does.
+        ``kwargs`` are further variables of the template. Fields of a message that are `None` are left out, but for the
+        content of an assistant, see `NoContent`. Raises `InvalidRequest` with param ``messages`` when the template does.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
@@ -116,7 +142,7 @@ class ChatTemplate:
                 f"the model's chat templates are {', '.join(self._templates)}; none of them is for this request",
                 param="messages",
             )
-        clean = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        clean = [_clean(message) for message in messages]
         variables = {
             **self.special_tokens,
             **self._marked(kwargs),
@@ -139,6 +165,8 @@ class ChatTemplate:
 
     def _marked(self, value: Any) -> Any:
         """The value with every control token that it spells marked."""
+        if isinstance(value, NoContent):
+            return value
         if isinstance(value, str):
             return self._forged.sub(lambda match: match[0][0] + MARK + match[0][1:], value)
         if isinstance(value, Mapping):

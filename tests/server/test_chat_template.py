@@ -2,15 +2,18 @@
 
 import datetime
 import json
+import pathlib
 import re
 
 import pytest
 
+from server.chat_checks import chat_messages
 from server.errors import InvalidRequest, StartError
 from server.tokenizers import ChatTemplate, load_tokenizer
 from server.tokenizers.chat import unmark
 from tests.golden import known
 
+TURNS = json.loads((pathlib.Path(known.__file__).parent / "turns.json").read_text())
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -91,7 +94,18 @@ def test_the_sandbox_holds(source):
 
 def test_absent_and_null_fields_are_the_same():
     template = ChatTemplate("{{ messages[0].content is defined }}{{ 'tool_calls' in messages[0] }}")
-    assert template.render([{"role": "assistant", "content": None, "tool_calls": None}]) == "FalseFalse"
+    assert template.render([{"role": "user", "content": None, "tool_calls": None}]) == "FalseFalse"
+
+
+@pytest.mark.parametrize("case", [case for case in TURNS["cases"] if case["name"] in TURNS["templates"]], ids=str)
+def test_turns_without_content_are_rendered_as_transformers_does(case):
+    """However a template asks for a content that is null: it is none, and never the word."""
+    call = {"id": "call_1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    spelled = [{"content": None}, {"content": ""}, {"content": []}, {}]
+    for turn in spelled:
+        turn = {"role": "assistant", "tool_calls": [call] if case["calls"] else None, **turn}
+        messages = chat_messages([{"role": "user", "content": "x"}, turn, {"role": "user", "content": "y"}])
+        assert ChatTemplate(TURNS["templates"][case["name"]]).render(messages) == case["text"]
 
 
 def test_named_templates():

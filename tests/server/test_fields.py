@@ -276,7 +276,11 @@ def test_chat_fields():
             "add_generation_prompt",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": 5}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1", "content": {"x": 1}}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": ["f"]}]}]}, "messages"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
@@ -313,6 +317,117 @@ def test_messages_are_made_plain():
         },
         {"role": "tool", "tool_call_id": "1", "content": "4"},
     )
+
+
+def sent_back(**turn):
+    """What becomes of a turn of the assistant."""
+    messages = [*USER, {"role": "assistant", **turn}, *USER]
+    return fields.parse({"messages": messages}, CHAT).messages[1]
+
+
+@pytest.mark.parametrize(
+    ("turn", "content"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": ""}, ""),
+        ({"content": []}, ""),
+        ({"content": "x", "tool_calls": []}, "x"),
+        ({"content": "x", "tool_calls": None, "function_call": None, "audio": None, "refusal": None}, "x"),
+        ({"content": [{"type": "text", "text": "x", "annotations": [], "cache_control": {"type": "ephemeral"}}]}, "x"),
+        ({"content": [{"type": "output_text", "text": "x", "annotations": []}]}, "x"),
+        ({"content": None, "refusal": "I will not."}, "I will not."),
+        ({"content": [{"type": "refusal", "refusal": "I will not."}]}, "I will not."),
+        ({"content": None, "audio": {"id": "audio_1", "data": "UklGRg", "expires_at": 1, "transcript": "x"}}, "x"),
+        ({"content": None, "audio": {"id": "audio_1"}}, ""),
+        ({"content": ["x"]}, "x"),
+    ],
+)
+def test_empty_and_other_answers_may_be_sent_back(turn, content):
+    made = sent_back(**turn)
+    assert made["content"] == content
+    assert "tool_calls" not in made and "function_call" not in made
+
+
+@pytest.mark.parametrize("calls", [[CALL], [CALL | {"index": 0, "type": "function"}]])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_beside_calls_no_content_is_none(calls, content):
+    made = sent_back(tool_calls=calls, **content)
+    assert made["content"] is None and made["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert sent_back(tool_calls=calls, content="x")["content"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"arguments": '{"x": 1}'}, {"x": 1}),
+        ({"arguments": {"x": 1}}, {"x": 1}),
+        ({"arguments": ""}, {}),
+        ({"arguments": None}, {}),
+        ({"arguments": "null"}, {}),
+        ({}, {}),
+        # What a model wrote that is no object, or that max_tokens cut.
+        ({"arguments": '{"city": "Par'}, {"INVALID_JSON": '{"city": "Par'}),
+        ({"arguments": "[1]"}, {"INVALID_JSON": "[1]"}),
+        ({"arguments": '{"x": "\\ud800"}'}, {"INVALID_JSON": '{"x": "\\ud800"}'}),
+        ({"arguments": '{"x":' * 500 + "1" + "}" * 500}, {"INVALID_JSON": '{"x":' * 500 + "1" + "}" * 500}),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_arguments_of_calls_that_are_sent_back(arguments, shown):
+    call = {"id": "1", "type": "function", "function": {"name": "f", **arguments}}
+    assert sent_back(tool_calls=[call])["tool_calls"][0]["function"] == {"name": "f", "arguments": shown}
+
+
+def test_calls_of_other_kinds_may_be_sent_back():
+    old = sent_back(content=None, function_call={"name": "f", "arguments": "{}"})
+    assert old["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    custom = {"id": "1", "type": "custom", "custom": {"name": "sh", "input": "ls"}}
+    assert sent_back(tool_calls=[custom])["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "sh", "arguments": {"input": "ls"}}}
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "x"}]},
+        {"content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "x"}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, {"type": "text", "text": "x"}]},
+    ],
+)
+def test_thoughts_are_no_content_and_have_one_name(turn):
+    made = sent_back(**({"content": "x"} | turn))
+    assert (made["content"], made["reasoning_content"]) == ("x", "hm")
+
+
+def test_results_of_functions():
+    def result(message):
+        return fields.parse({"messages": [*USER, message]}, CHAT).messages[1]
+
+    assert result({"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "4"}]})["content"] == "4"
+    for nothing in ({}, {"content": None}, {"content": ""}, {"content": []}):
+        assert result({"role": "tool", "tool_call_id": "1", **nothing})["content"] == ""
+    assert result({"role": "function", "name": "f", "content": "4"}) == {"role": "tool", "name": "f", "content": "4"}
+
+
+def test_fields_of_a_vendor_reach_the_template():
+    assert sent_back(content="x", prefix=True, name="bot", audio=None)["prefix"] is True
+
+
+def test_a_message_at_fault_is_named_by_its_place():
+    for messages, said in [
+        ([*USER, 5], "messages[1] must be an object"),
+        ([*USER, {"role": "king"}], "messages[1].role must be one of"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}], "messages[0].content[1] "),
+        ([*USER, {"role": "assistant", "tool_calls": [CALL, {"id": "1"}]}], "messages[1].tool_calls[1] must be"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            fields.parse({"messages": messages}, CHAT)
+        assert caught.value.message.startswith(said)
 
 
 def test_response_formats_are_schemas():

@@ -227,6 +227,20 @@ def test_chat(api):
     assert answer.usage.prompt_tokens == len("system: s") + 1 + len("user: hi") + 1 + len("assistant: ")
 
 
+def test_answers_may_be_sent_back(api):
+    """Whole messages as OpenAI's client has them, and answers of nothing; lengths by the byte tokenizer's template."""
+    message = api.chat.completions.create(model=NAME, messages=CHAT, max_tokens=3).choices[0].message
+    rest = len("system: s") + 1 + len("user: hi") + 1 + len("assistant: ") + 1 + len("user: hi") + 1 + len("assistant: ")
+    for turn, length in [
+        (message, 3),
+        (message.model_dump(), 3),
+        ({"role": "assistant", "content": None}, 0),
+        ({"role": "assistant", "tool_calls": []}, 0),
+    ]:
+        answer = api.chat.completions.create(model=NAME, messages=[*CHAT, turn, CHAT[-1]], max_tokens=1)
+        assert answer.usage.prompt_tokens == rest + length
+
+
 def test_chat_goes_on_until_eos(api):
     answer = api.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}])
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (

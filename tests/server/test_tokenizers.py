@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from server.chat_checks import chat_messages
 from server.errors import InvalidRequest, StartError
 from server.models import DEFAULT_MODEL, resolve_model
 from server.tokenizers import ByteTokenizer, load_tokenizer
@@ -131,6 +132,16 @@ def test_smollm2_chats_are_those_of_transformers(smollm2):
         text = smollm2.chat_template.render(case["messages"], add_generation_prompt=case["add_generation_prompt"])
         assert text == case["text"]
         assert smollm2.encode_chat(text) == case["ids"]
+
+
+def test_smollm2_turns_without_content(smollm2):
+    """Against transformers; the word None is in none of them."""
+    turns = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "turns.json").read_text())["cases"]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for case in (case for case in turns if case["name"] == "smollm2"):
+        turn = {"role": "assistant", "content": None, "tool_calls": [call] if case["calls"] else []}
+        messages = chat_messages([{"role": "user", "content": "x"}, turn, {"role": "user", "content": "y"}])
+        assert smollm2.chat_template.render(messages, add_generation_prompt=False) == case["text"]
 
 
 def test_smollm2_facts(smollm2):

@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.mock import Table
+from protos import preheat_pb2
+from server.chat_rendering import render_chat
 from server.client import Client
 from server.errors import InvalidRequest
 from server.guided import Guides
@@ -459,6 +461,37 @@ def test_a_call_cut_short_is_length(hermes):
     hermes.says(f"<tool_call>{CALL}</tool_call>")
     choice = both_ways(hermes, max_tokens=len(before) + 12)
     assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == ("length", ARGUMENTS[:12])
+
+
+def test_what_was_answered_may_be_sent_back(hermes):
+    """As clients do it: the message object, whole and with every field."""
+    hermes.says(f"<tool_call>{CALL}</tool_call>")
+    options = {"model": NAME, "temperature": 0, "tools": [WEATHER]}
+    message = hermes.api.chat.completions.create(**options, messages=USER).choices[0].message
+    assert message.content is None
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}
+    lengths = set()
+    for turn in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
+        answer = hermes.api.chat.completions.create(**options, messages=[*USER, turn, result], max_tokens=1)
+        lengths.add(answer.usage.prompt_tokens)
+    assert len(lengths) == 1
+
+
+def test_ids_of_other_servers_fit_templates_that_want_nine_characters():
+    """Mistral's templates refuse others, OpenAI's ids among them."""
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ c.id }}{% endfor %}"
+        "{% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    call = {"id": "call_7xYz0123456", "type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call, call | {"id": "call_1"}, call | {"id": "AbCdEfGh9"}]},
+        {"role": "tool", "tool_call_id": "call_7xYz0123456", "content": "4"},
+    ]
+    request = preheat_pb2.RenderChatRequest(messages=json.dumps(messages))
+    text = render_chat(Tokenizer(template), request).text
+    assert text == "Yz0123456" + "0000call1" + "AbCdEfGh9" + "=" + "Yz0123456"
 
 
 def test_a_required_call_is_made_whatever_the_model_wants(hermes):
