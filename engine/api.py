@@ -48,7 +48,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0  # 0 .. 2**63 - 1
+    seed: int = 0  # 0 .. 2**64 - 1
     sample: int = 0  # index of this sample among the request's n; part of the random key
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), at most MAX_LOGIT_BIAS
     min_tokens: int = 0  # until so many tokens are generated, `suppressed` ids cannot be chosen

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters of one stop string

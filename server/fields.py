@@ -38,7 +38,7 @@ class RequestFields:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: int | None = None  # -1 is random
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -98,7 +98,7 @@ SAMPLING: Table = {
     "presence_penalty": Field("presence_penalty", checks.number(-2, 2)),
     "frequency_penalty": Field("frequency_penalty", checks.number(-2, 2)),
     "repetition_penalty": Field("repetition_penalty", checks.number(1e-3, 1e3)),
-    "seed": Field("seed", checks.integer(0, checks.INT64_MAX)),
+    "seed": Field("seed", checks.integer(checks.INT64_MIN, checks.INT64_MAX)),
     "stop": Field("stop", checks.stop_strings),
     "stop_token_ids": Field("stop_token_ids", checks.stop_token_ids),
     "min_tokens": Field("min_tokens", checks.integer(0, checks.INT32_MAX)),

@@ -178,12 +178,18 @@ def _sampling(parsed: RequestFields, limits: ModelLimits) -> SamplingParams:
         presence_penalty=_first(parsed.presence_penalty, 0.0),
         frequency_penalty=_first(parsed.frequency_penalty, 0.0),
         repetition_penalty=_first(parsed.repetition_penalty, model.repetition_penalty, 1.0),
-        seed=secrets.randbits(63) if parsed.seed is None else parsed.seed,
+        seed=_seed(parsed.seed),
         logit_bias=parsed.logit_bias,
         min_tokens=parsed.min_tokens,
         suppressed=suppressed,
         logprobs=parsed.logprobs is not None,
     )
+
+
+def _seed(asked: int | None) -> int:
+    """The seed as 64 unsigned bits. -1 is what clients of vLLM and llama.cpp send for none; other negative numbers are seeds
+    like any, as in OpenAI's API and vLLM."""
+    return secrets.randbits(63) if asked in (None, -1) else asked % 2**64
 
 
 def _first(*values: Any) -> Any:

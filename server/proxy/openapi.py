@@ -30,7 +30,7 @@ ABOUT = {
     "presence_penalty": "Subtracted from the logits of tokens that were generated before.",
     "frequency_penalty": "Subtracted once for each time a token was generated.",
     "repetition_penalty": "Divides the logits of tokens of the prompt and the answer; 1 is off.",
-    "seed": "The same seed gives the same tokens.",
+    "seed": "The same seed gives the same tokens; -1 is a random one.",
     "stop": "Generation ends before the first of these strings.",
     "stop_token_ids": "Token ids that end generation, beside EOS.",
     "min_tokens": "EOS and stop tokens cannot come before so many tokens.",

@@ -44,6 +44,8 @@ GOOD = [
     ("min_p", 1, 1.0),
     ("seed", 0, 0),
     ("seed", 2**63 - 1, 2**63 - 1),
+    ("seed", -1, -1),
+    ("seed", -(2**63), -(2**63)),
     ("stop", "a", ("a",)),
     ("stop", ["a"] * 16, ("a",) * 16),
     ("stop", [], ()),
@@ -87,7 +89,7 @@ BAD = [
     ("top_k", False),
     ("min_p", 1.1),
     ("min_p", -0.1),
-    ("seed", -1),
+    ("seed", -(2**63) - 1),
     ("seed", 2**63),
     ("seed", 1.0),
     ("stop", ""),
@@ -520,8 +522,8 @@ def test_fields_survive_the_wire():
     )
     request = DecodeRequest.FromString(wire.fields_to_proto(parsed).SerializeToString())
     assert wire.fields_from_proto(request) == parsed
-    choice = RequestFields(guided_choice=("a", "ü"))
-    assert wire.fields_from_proto(wire.fields_to_proto(choice)) == choice
+    for other in (RequestFields(guided_choice=("a", "ü")), RequestFields(seed=-1)):
+        assert wire.fields_from_proto(wire.fields_to_proto(other)) == other
 
 
 def test_jetstreams_zeros_are_absent():
@@ -542,7 +544,6 @@ def test_jetstreams_zeros_are_absent():
         {"temperature": -1},
         {"top_p": 0},
         {"top_k": -2},
-        {"seed": -1},
         {"stop": [""]},
         {"stop": ["x"] * 17},
         {"stop_token_ids": [-1]},
@@ -612,6 +613,13 @@ def test_samples_differ_in_their_index_only():
     assert [sampling.sample for sampling in request.sampling] == [0, 1, 2]
     assert len({sampling.seed for sampling in request.sampling}) == 1
     assert 0 <= request.sampling[0].seed < 2**63
+
+
+def test_only_the_seed_of_minus_1_is_random():
+    """As vLLM's and llama.cpp's clients send it; other negative seeds are seeds, each its own: 64 bits, two's complement."""
+    assert len({built(seed=-1).sampling[0].seed for _ in range(5)} - {2**64 - 1}) == 5
+    assert len({sampling.seed for sampling in built(seed=-1, n=4).sampling}) == 1  # samples differ by their index
+    assert [built(seed=seed).sampling[0].seed for seed in (-2, -(2**63), 5)] == [2**64 - 2, 2**63, 5]
 
 
 def test_silence_is_greedy_but_on_v1():

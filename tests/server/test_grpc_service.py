@@ -107,7 +107,7 @@ def test_prompt_only_generates_nothing(client):
     ("options", "kind", "param"),
     [
         ({"temperature": -1.0}, errors.InvalidRequest, "temperature"),
-        ({"seed": -5}, errors.InvalidRequest, "seed"),
+        ({"top_k": -5}, errors.InvalidRequest, "top_k"),
         ({"max_tokens": 1000}, errors.InvalidRequest, "max_tokens"),
         ({"model": "other"}, errors.ModelNotFound, "model"),
         ({"stop_token_ids": [100_000]}, errors.InvalidRequest, "stop_token_ids"),

@@ -210,6 +210,8 @@ def test_a_seed_decides(http):
 
     assert sampled(seed=7) == sampled(seed=7)
     assert set(sampled(seed=7)) <= {"r", "s", "t"} and len(set(sampled(seed=7))) > 1
+    assert sampled(seed=-7) == sampled(seed=-7)
+    assert len({tuple(sampled(seed=-1)) for _ in range(6)}) > 1  # 6 x 8 draws of three letters
 
 
 # /v1/chat/completions

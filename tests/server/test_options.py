@@ -231,7 +231,7 @@ def test_usage_errors_exit_with_2(arguments, capsys):
         (["generate", "x", "--file", "y"], "both"),
         (["generate", "--file", "/nowhere"], "cannot be read"),
         (["generate", "x", "--temperature", "-1"], "temperature must be a number from 0"),
-        (["generate", "x", "--seed", "-1"], "seed must be an integer from 0"),
+        (["generate", "x", "--seed", str(2**63)], "seed must be an integer from"),
     ],
 )
 def test_generate_checks_its_arguments_before_loading_anything(arguments, said, capsys):
