@@ -42,7 +42,7 @@ class SamplingParams:
     """
 
     temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
+    top_k: int = 0  # 0 is off; of equal tokens those of the lowest ids are kept, by top-p too
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0

@@ -1,12 +1,15 @@
 """One sampler for every request: all options are per-row arrays, so no mix of options makes a new program.
 
 What costs something sits behind a `jax.lax.cond` on "any row needs it": log-probs, bias, penalties, drawing, filters. Filters find
-their threshold by bisection over the float's bits, 32 masked sums, instead of sorting the vocabulary.
+their threshold by bisection over the float's bits, 31 masked sums, instead of sorting the vocabulary. Of tokens that tie at the
+threshold those of the lowest ids are kept, as many as the filter's definition needs.
 
 Order of application: logit_bias, suppressed ids, mask, penalties, temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ from engine.api import MAX_LOGIT_BIAS, MAX_SUPPRESSED, TOP_LOGPROBS, SamplingPar
 
 NO_TOKEN = np.int32(2**31 - 1)  # pads lists of ids: outside every vocabulary, so that scatters drop it
 NEVER = -jnp.inf
+LEAST = int(np.float32(-np.inf).view(np.int32)) ^ 0x7FFFFFFF  # `_ordered_bits` of -infinity
 GATHERED_ROWS = 32
 ARGMAX_BLOCK = 128
 
@@ -217,20 +221,60 @@ def _draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Arr
 
 
 def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Keeps the ``top_k`` largest logits of each row, and what ties with the least of them; 0 keeps all."""
+    """Keeps the ``top_k`` largest logits of each row, of equal ones those of the lowest ids; 0 keeps all."""
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[1]), logits.shape[1])
-    threshold = _largest_threshold(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= wanted)
-    return jnp.where(_ordered_bits(logits) >= threshold[:, None], logits, NEVER)
+    order = _ordered_bits(logits)
+    threshold = _largest_threshold(order, lambda kept: _count(kept) >= wanted)[:, None]
+    surplus = _count(order >= threshold) > wanted
+    return _keep_from(logits, threshold, surplus, lambda: wanted - _count(order > threshold))
 
 
 def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Keeps the most probable tokens whose probabilities first reach ``top_p``, and what ties with the last of them
-    (nucleus sampling, arXiv:1904.09751); 1 keeps all."""
+    """Keeps the most probable tokens whose probabilities first reach ``top_p`` (nucleus sampling, arXiv:1904.09751), of equal
+    ones those of the lowest ids; 1 keeps all."""
     weights = jnp.exp(logits)  # logits are at most 0: the maximum was subtracted
+    order = _ordered_bits(logits)
+    mass = lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1)  # noqa: E731
     wanted = top_p * jnp.sum(weights, axis=-1)
-    threshold = _largest_threshold(logits, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= wanted)
-    keep = (_ordered_bits(logits) >= threshold[:, None]) | (top_p >= 1)[:, None]
-    return jnp.where(keep, logits, NEVER)
+    threshold = _largest_threshold(order, lambda kept: mass(kept) >= wanted)[:, None]
+
+    def ties() -> jax.Array:
+        weight = jnp.max(jnp.where(order == threshold, weights, 0.0), axis=-1)
+        lacking = (wanted - mass(order > threshold)) / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
+        return jnp.clip(jnp.ceil(lacking), 1, logits.shape[1]).astype(jnp.int32)
+
+    kept = _keep_from(logits, threshold, (top_p < 1) & (_count(order == threshold) > 1), ties)
+    return jnp.where((top_p >= 1)[:, None], logits, kept)
+
+
+def _keep_from(logits: jax.Array, threshold: jax.Array, surplus: jax.Array, ties: Callable[[], jax.Array]) -> jax.Array:
+    """Keeps what is above the threshold [rows, 1] (ordered bits), and of what equals it the first ``ties()`` [rows], at least 1.
+
+    ``ties`` is only asked where there may be a ``surplus`` [rows]: then all rows are cut.
+    """
+    order = _ordered_bits(logits)
+    equal = order == threshold
+    first = jax.lax.cond(jnp.any(surplus), lambda: _first_of(equal, ties()), lambda: equal)
+    return jnp.where((order > threshold) | first, logits, NEVER)
+
+
+def _first_of(marked: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The first ``wanted`` [rows] of what is marked, bool [rows, vocab]: by bisection for the id that they end before."""
+    ids = jnp.arange(marked.shape[1], dtype=jnp.int32)[None]
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) >> 1
+        enough = _count(marked & (ids < middle[:, None])) >= wanted
+        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+    bounds = jnp.zeros_like(wanted), jnp.full_like(wanted, marked.shape[1])  # too few, enough
+    return marked & (ids < jax.lax.fori_loop(0, marked.shape[1].bit_length(), halve, bounds)[1][:, None])
+
+
+def _count(marked: jax.Array) -> jax.Array:
+    """int32 [rows] of bool [rows, vocab]."""
+    return jnp.sum(marked, axis=-1, dtype=jnp.int32)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
@@ -239,13 +283,13 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _largest_threshold(logits: jax.Array, enough) -> jax.Array:
-    """The largest int32 threshold per row for which ``enough(ordered bits >= threshold)`` holds, by bisection.
+def _largest_threshold(order: jax.Array, enough) -> jax.Array:
+    """The largest int32 threshold per row for which ``enough(order >= threshold)`` holds, by bisection.
 
+    ``order`` are the ordered bits of logits [rows, vocab] whose largest is 0: less than 2^31 values from that of -infinity on.
     ``enough`` maps bool [rows, vocab] to bool [rows], and holds when everything is kept.
     """
-    order = _ordered_bits(logits)
-    low = jnp.full(logits.shape[0], -(2**31), jnp.int32)  # enough
+    low = jnp.full(order.shape[0], LEAST, jnp.int32)  # enough
     high = jnp.max(order, axis=-1) + 1  # keeps nothing: not enough
 
     def halve(_, bounds):
@@ -254,4 +298,4 @@ def _largest_threshold(logits: jax.Array, enough) -> jax.Array:
         fits = enough(order >= middle[:, None])
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
 
-    return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
+    return jax.lax.fori_loop(0, 31, halve, (low, high))[0]

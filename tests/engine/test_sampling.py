@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from engine.api import TOP_LOGPROBS, SamplingParams
-from engine.sampling import SamplingContext, _argmax, choose, pack, pack_results, unpack
+from engine.sampling import SamplingContext, _argmax, _keep_top_k, _keep_top_p, choose, pack, pack_results, unpack
 
 VOCAB = 50
 
@@ -71,7 +71,7 @@ def draws(logits, count=4000, **options) -> np.ndarray:
 def expected(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """The filters by their definitions, on a sorted vocabulary in float64."""
     p = softmax(logits.astype(np.float64) / temperature)
-    order = np.argsort(-p)
+    order = np.argsort(-p, kind="stable")
     if top_k:
         p[order[top_k:]] = 0
     p /= p.sum()
@@ -178,6 +178,53 @@ def test_negative_logits_are_multiplied_by_the_repetition_penalty():
 def test_top_p_keeps_the_token_that_crosses():
     logits = np.log(np.array([0.5, 0.3, 0.2] + [1e-9] * (VOCAB - 3), np.float32))
     assert set(np.flatnonzero(draws(logits, temperature=1.0, top_p=0.6))) == {0, 1}
+
+
+TIED = np.full(VOCAB, -np.inf)
+TIED[40], TIED[[3, 7, 8, 20, 31, 49]] = np.log(0.4), np.log(0.1)
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({}, {3, 7, 8, 20, 31, 40, 49}),
+        ({"top_k": 1}, {40}),
+        ({"top_k": 3}, {3, 7, 40}),
+        ({"top_k": 7}, {3, 7, 8, 20, 31, 40, 49}),
+        ({"top_p": 0.65}, {3, 7, 8, 40}),  # 0.4 + 0.1 + 0.1 are too few
+        ({"top_p": 0.3}, {40}),
+        ({"top_k": 5, "top_p": 0.7}, {3, 7, 40}),  # of 0.8: 0.5, then 0.125 each
+        ({"min_p": 0.2}, {3, 7, 8, 20, 31, 40, 49}),
+        ({"min_p": 0.3}, {40}),
+        ({"top_k": 3, "logit_bias": ((40, -100.0), (49, 1.0))}, {3, 7, 49}),
+    ],
+)
+def test_of_equal_tokens_those_of_the_lowest_ids_are_kept(options, kept):
+    assert set(np.flatnonzero(draws(TIED, 500, temperature=1.0, **options))) == kept
+
+
+@pytest.mark.parametrize("options, tied", [({"top_k": 1}, 1), ({"top_p": 1e-6}, 1), ({"top_k": 4}, 4), ({"min_p": 1.0}, 50)])
+def test_where_all_tokens_are_equal(options, tied):
+    """``top_k`` 1 is greedy whatever the seed; ``min_p`` keeps all that are as probable as the best."""
+    rows = [SamplingParams(temperature=1.0, seed=seed, **options) for seed in range(500)]
+    assert set(run(np.zeros((500, VOCAB)), rows).tolist()) == set(range(tied))
+
+
+def test_what_filters_keep_is_exact():
+    """Rows of few values, each with a filter of its own, against a stable sort."""
+    rng = np.random.default_rng(4)
+    logits = rng.integers(-4, 1, (60, 300)).astype(np.float32)
+    logits[:, 0] = 0
+    logits[20:40, 5:250] = -np.inf
+    top_k, top_p = rng.integers(0, 320, 60).astype(np.int32), rng.uniform(0.01, 1, 60).astype(np.float32)
+    by_k, by_p = jax.jit(_keep_top_k)(logits, top_k), jax.jit(_keep_top_p)(logits, top_p)
+    for row, k, p, k_kept, p_kept in zip(logits, top_k, top_p, np.asarray(by_k), np.asarray(by_p), strict=True):
+        order = np.argsort(-row, kind="stable")
+        mass = np.cumsum(softmax(row.astype(np.float64))[order])
+        for kept, count in ((k_kept, k or 300), (p_kept, np.searchsorted(mass, p) + 1)):
+            want = np.full_like(row, -np.inf)
+            want[order[:count]] = row[order[:count]]
+            np.testing.assert_array_equal(kept, want)
 
 
 def test_results_are_the_models_own_log_softmax(logits):
