@@ -93,7 +93,7 @@ def test_logprobs_are_the_rules():
 def test_sampling_is_reproducible_and_follows_its_options():
     rule = Table({}, otherwise={ord("a"): 0.4, ord("b"): 0.3, ord("c"): 0.2, ord("d"): 0.1})
 
-    def draw(**options) -> set[int]:
+    def draw(rule=rule, **options) -> set[int]:
         found = set()
         for seed in range(60):
             engine = MockEngine(rule)
@@ -109,6 +109,10 @@ def test_sampling_is_reproducible_and_follows_its_options():
     assert draw(min_p=0.5) == set(b"abc")
     assert draw(logit_bias=((ord("z"), 100.0),)) == set(b"z")
     assert draw(min_tokens=1, suppressed=tuple(b"abc")) == set(b"d")
+    equal = Table({}, otherwise={ord(letter): 0.25 for letter in "dcba"})
+    assert [draw(equal, **options) for options in ({"top_k": 1}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 1.0})] == [
+        set(b"a"), set(b"abc"), set(b"ab"), set(b"abcd")
+    ]  # fmt: skip
 
 
 def test_penalties_count_generated_tokens():
