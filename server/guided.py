@@ -7,7 +7,7 @@ the first token and has it accept that token, the owner of the decode state does
 
 EOS is allowed exactly where the text may end. Where nothing can follow, the sample ends without it. Grammars, their
 limits and the masks are llguidance's (https://github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md). What
-it is given of a JSON schema is closed first (``server/json_schemas.py``).
+it is given of a JSON schema is closed first (``server/json_schemas.py``), and GBNF is translated (``server/gbnf.py``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from server import json_schemas
+from server import gbnf, json_schemas
 from server.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ MAX_LENGTH = 65_536  # characters of a schema, expression or grammar: llguidance
 CACHED = 64  # compiled grammars that are kept
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
 
+_PLACE = re.compile(r"^(?:at )?([0-9]+)\([0-9]+\): ")  # line and column, as llguidance's errors begin
 
 Constraint = str | tuple[str, ...]  # of guided_choice texts, else one text
 
@@ -158,13 +160,16 @@ class Guides:
         import llguidance
 
         try:
-            grammar = _grammar(param, value)
-        except (ValueError, RecursionError) as error:
+            grammar = self._grammar(param, value)
+        except ValueError as error:
             raise _refused(param, str(error)) from None
+        except RecursionError:
+            raise _refused(param, "it is nested too deeply") from None
         limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         native = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         if native.is_error():
-            raise _refused(param, native.get_error())
+            translated = isinstance(value, tuple) or gbnf.is_gbnf(value)  # places in that say nothing
+            raise _refused(param, _PLACE.sub("" if translated else r"line \1: ", native.get_error()))
         ids = min(self._tokenizer.vocab_size, self._vocab_size)
         eos = np.zeros(ids, bool)
         eos[[token for token in self._eos if token < ids]] = True
@@ -175,6 +180,30 @@ class Guides:
         if not np.any(mask & ~eos_mask) and not first.is_accepting():
             raise _refused(param, "it matches no text")
         return guide
+
+    def _grammar(self, param: str, value: Constraint) -> str:
+        """llguidance's own description of what it is to compile."""
+        import llguidance
+
+        if isinstance(value, tuple):  # one expression: a grammar of a thousand texts is too much for llguidance
+            text = "|".join("".join(f"\\x{{{ord(character):x}}}" for character in choice) for choice in value)
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        kind, text = param, value
+        if param == "guided_json":
+            schema = json.loads(text)
+            if not isinstance(schema, dict):
+                raise ValueError("a JSON schema is an object")
+            return llguidance.LLMatcher.grammar_from_json_schema(json_schemas.guiding(schema))
+        if param == "guided_grammar" and gbnf.is_gbnf(text):
+            kind, text = gbnf.compiled(text, self._token_id)
+        if kind in ("guided_regex", "regex"):
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        return llguidance.LLMatcher.grammar_from_lark(text)
+
+    def _token_id(self, text: str) -> int | None:
+        """The token that a text is, all of it."""
+        ids = self._tokenizer.encode(text, add_bos=False, parse_special=True)
+        return ids[0] if len(ids) == 1 else None
 
     def _vocabulary(self) -> llguidance.LLTokenizer:
         if self._native is None:
@@ -215,24 +244,6 @@ def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
     if rest:
         mask[whole] = known[whole] & (1 << rest) - 1
     return mask.view(np.uint32)
-
-
-def _grammar(param: str, value: Constraint) -> str:
-    """llguidance's own description of what it is to compile."""
-    import llguidance
-
-    if isinstance(value, tuple):  # one expression: a grammar of a thousand texts is too much for llguidance
-        text = "|".join("".join(f"\\x{{{ord(character):x}}}" for character in choice) for choice in value)
-        return llguidance.LLMatcher.grammar_from_regex(text)
-    text = value
-    if param == "guided_json":
-        schema = json.loads(text)
-        if not isinstance(schema, dict):
-            raise ValueError("a JSON schema is an object")
-        return llguidance.LLMatcher.grammar_from_json_schema(json_schemas.guiding(schema))
-    if param == "guided_regex":
-        return llguidance.LLMatcher.grammar_from_regex(text)
-    return llguidance.grammar_from("grammar", text)
 
 
 def _refused(param: str, reason: str) -> InvalidRequest:

@@ -7,28 +7,15 @@ import json
 import time
 from typing import Annotated, Literal, Union
 
+import guide_harness
 import pydantic
 import pytest
 
 from server.errors import InvalidRequest
-from server.guided import Guides
 from server.json_schemas import MAX_SCHEMAS, closed
-from server.tokenizers import ByteTokenizer
-
-GUIDES = Guides(ByteTokenizer(), (257,), 260)
-
 
 def allows(schema, text):
-    """Whether a whole text is allowed."""
-    matcher = GUIDES.compile("guided_json", json.dumps(schema)).matcher()
-    try:
-        for byte in text.encode():
-            matcher.accept(byte)
-        if not matcher.finished:
-            matcher.accept(257)
-    except InvalidRequest:
-        return False
-    return True
+    return guide_harness.allows("guided_json", json.dumps(schema), text)
 
 
 A, B, C = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "abc")
@@ -236,7 +223,7 @@ def test_what_pydantic_sends(model, good, bad):
 )
 def test_what_is_no_schema_is_refused(schema, message):
     with pytest.raises(InvalidRequest, match=message):
-        GUIDES.compile("guided_json", json.dumps(schema))
+        guide_harness.GUIDES.compile("guided_json", json.dumps(schema))
 
 
 def test_a_schema_that_multiplies_is_refused_soon():
