@@ -21,6 +21,7 @@ from benchmarks.output import Report, Table
 from benchmarks.peer_worker import Absent, Worker
 from engine.checkpoints import open_checkpoint
 from engine.jax_engine import JaxEngine
+from tests import xla
 from warmup.compiling import memory_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +29,10 @@ TINY = SHAPES["llama-tiny"]
 
 
 def run(*command: str) -> str:
-    """A benchmark in a process of its own, whose programs are compiled without optimizations."""
+    """A benchmark in a process of its own, whose programs are compiled as those of the tests."""
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": xla.flags(xla.QUICK),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=300

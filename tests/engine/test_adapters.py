@@ -40,7 +40,7 @@ def expected(adapters):
     """For each prompt and each of base, wide, few: one model after the other, with the same programs."""
     _, merged = adapters
     found = {}
-    runner = Runner(make_engine(BASE, quick=True, slots=1, batch_sizes=(1,), prefill_buckets=(64,)))
+    runner = Runner(make_engine(BASE, slots=1, batch_sizes=(1,), prefill_buckets=(64,)))
     for adapter, path in enumerate((BASE, *merged)):
         engine = runner.engine
         engine.set_weights(load_weights(open_checkpoint(path), engine.model, engine.abstract_weights))
@@ -59,7 +59,7 @@ LAYOUTS = {"unrolled": {}, "segments": {"call_bytes": 1}, "scanned_tp": {"layers
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def runner(request, adapters):
-    return Runner(make_engine(BASE, quick=True, adapters=adapters[0], **SMALL, **LAYOUTS[request.param]))
+    return Runner(make_engine(BASE, adapters=adapters[0], **SMALL, **LAYOUTS[request.param]))
 
 
 def close(sequence, reference):

@@ -22,12 +22,12 @@ LAYOUTS = {
     "two devices": {"tp": 2, "layers": "scanned", "page_size": 32},
     "two devices, native": {"tp": 2, "layers": "scanned", "attention": "native"},
 }
-OPTIMIZED = ("unrolled", "segments")  # compiled as a server on CPU does; the others in half the time
+OPTIMIZED = ("unrolled", "segments")  # compiled as a server on CPU does
 
 
 @functools.cache
 def runner_of(layout):
-    return Runner(make_engine(TINY, quick=layout not in OPTIMIZED, **LAYOUTS[layout]))
+    return Runner(make_engine(TINY, optimized=layout in OPTIMIZED, **LAYOUTS[layout]))
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -44,7 +44,7 @@ def run(folder, restart_at=None, **layout):
     prompts = [
         golden[f"prompt_{index}"].tolist() for index in range(sum(name.startswith("prompt_top_l") for name in golden))
     ]
-    runner = Runner(make_engine(folder, quick=True, **{**LAYOUT, **layout}))
+    runner = Runner(make_engine(folder, **{**LAYOUT, **layout}))
     for index, prompt in enumerate(prompts):
         sequence, pieces = runner.start(prompt, index % 2, chunk=29, prompt_logprobs=True)
         tokens, logprobs, top, top_logprobs = (
@@ -114,7 +114,7 @@ def test_two_devices(folder):
 def test_bfloat16(folder):
     """Types fit together, and the log-probs are about right."""
     golden = dict(np.load(folder / "golden.npz"))
-    runner = Runner(make_engine(folder, quick=True, **{**LAYOUT, "dtype": "bfloat16", "layers": "scanned"}))
+    runner = Runner(make_engine(folder, **{**LAYOUT, "dtype": "bfloat16", "layers": "scanned"}))
     sequence, pieces = runner.start(golden["prompt_1"].tolist(), 0, chunk=29, prompt_logprobs=True)
     runner.step([sequence])
     errors = np.abs(np.concatenate([piece.logprobs for piece in pieces])[:-1] - golden["next_1"])

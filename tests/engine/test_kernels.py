@@ -133,7 +133,7 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
     tiny = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"
     golden = np.load(tiny / "golden.npz")
     with interpreted["tpu"]:
-        runner = Runner(make_engine(tiny, quick=True, **layout, **accelerator))
+        runner = Runner(make_engine(tiny, **layout, **accelerator))
         assert "XLA" not in runner.engine.attention.explain()
         sequence, _ = runner.start(golden["prompt_3"].tolist(), slot=1)
         for _ in range(2):

@@ -20,6 +20,7 @@ from engine.sharding import make_mesh
 from engine.weights import Weights, abstract_weights
 from server.models import DEFAULT_MODEL, resolve_model
 from tests.golden import known
+from warmup.guard import Counts, Guard
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 TINY = GOLDEN / "tiny_llama"
@@ -199,13 +200,9 @@ def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path):
 
 
 def test_loading_compiles_nothing():
-    seen = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **kwargs: seen.append(event))
-    try:
+    with Guard() as guard:
         load(TINY, tp=2, dtype="bfloat16")
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [event for event in seen if "compile" in event or "trace" in event]
+        assert guard.counts("startup") == Counts()
 
 
 def test_a_stale_shard_beside_the_model(tmp_path):

@@ -63,7 +63,7 @@ def test_a_product(rows):
 @functools.cache
 def log_probs(path, **layout):
     """Log-probs of every prompt token, in chunks of 32, and of 12 greedy tokens."""
-    runner = Runner(make_engine(path, quick=True, **layout))
+    runner = Runner(make_engine(path, **layout))
     sequence, results = runner.start(PROMPT, 0, chunk=32, sampling=SamplingParams(logprobs=True), prompt_logprobs=True)
     for _ in range(11):
         runner.step([sequence])

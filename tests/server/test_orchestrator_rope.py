@@ -24,7 +24,7 @@ def test_golden_answers(kind, tmp_path):
     shutil.copy(GOLDEN / "tiny_llama" / "model.safetensors", folder)
     golden = dict(np.load(folder / "golden.npz"))
     count = sum(name.startswith("prompt_top_l") for name in golden)
-    engine = make_engine(folder, quick=True, prefill_buckets=(32,), batch_sizes=(4,))
+    engine = make_engine(folder, prefill_buckets=(32,), batch_sizes=(4,))
     with serving(engine=engine) as server:
         for turn in range(2):
             asked = []

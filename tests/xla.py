@@ -1,0 +1,21 @@
+"""How XLA compiles in tests: for programs that run for milliseconds, most of a test's time is its compiler's.
+
+`QUICK` takes a quarter of the processor time of what a server does (`PRODUCTION`, XLA's defaults). What comes out is the same
+program up to rounding. The suite runs on `QUICK`, but for the programs of `test_golden.py` and the servers of `tests/e2e` that say
+otherwise. Nothing here imports JAX: the flags must be in the environment before that.
+"""
+
+import importlib.metadata
+
+Options = dict[str, int | bool]
+
+QUICK: Options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+PRODUCTION: Options = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):  # later ones do not know the option
+    QUICK["xla_cpu_use_fusion_emitters"] = False  # through MLIR, a kernel for each fusion: half of all
+    PRODUCTION["xla_cpu_use_fusion_emitters"] = True
+
+
+def flags(options: Options) -> str:
+    """As ``XLA_FLAGS`` has them."""
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
