@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.checks import ANY_OBJECT, described, json_schema, shown, string, within_depth
+from server.checks import ANY_OBJECT, described, grammar, json_schema, shown, string, within_depth
 
 MAX_TOOLS = 128
 
@@ -245,43 +245,74 @@ def tool_choice(value: Any) -> str | ToolName:
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": string}}')
 
 
+_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+_TEXT: dict[str, Any] = {"anyOf": [grammar.schema, {"type": "null"}]}  # type: ignore[attr-defined]
+
+
+def _format(kind: str, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["type"],
+        "properties": {"type": {"type": "string", "enum": [kind]}, **properties},
+    }
+
+
 @described({
     "anyOf": [
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"type": "string", "enum": ["text", "json_object"]}},
-        },
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {
-                "type": {"type": "string", "enum": ["json_schema"]},
-                "json_schema": {
-                    "type": "object",
-                    "required": ["schema"],
-                    "properties": {
-                        "name": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-                    },
+        _format("text"),
+        _format("json_object", schema=_SCHEMA, value=_SCHEMA),
+        _format(
+            "json_schema",
+            json_schema={
+                "type": "object",
+                "required": ["schema"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "schema": {"type": "object"},
+                    "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 },
             },
-        },
+            schema=_SCHEMA,
+            value=_SCHEMA,
+        ),
+        _format("json", schema=_SCHEMA, value=_SCHEMA),
+        _format("regex", pattern=_TEXT, regex=_TEXT, value=_TEXT),
+        _format("grammar", grammar=_TEXT, value=_TEXT),
     ]
 })
-def response_format(value: Any) -> str | None:
-    """OpenAI's ``response_format`` as the text of a JSON schema; `None` for free text."""
+def response_format(value: Any) -> tuple[str, str] | None:
+    """OpenAI's ``response_format``, and what other servers add to it, as the field ``guided_*`` that says the same and its
+    value; `None` for free text."""
+    kinds = ("text", "json_object", "json_schema", "json", "regex", "grammar")
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "structural_tag":
+        raise ValueError("of type structural_tag is not supported: use tools, or type grammar")
+    if kind not in kinds:
+        raise ValueError(f"must be an object whose type is one of {', '.join(kinds)}")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return ANY_OBJECT
-    if kind != "json_schema":
-        raise ValueError("must be an object whose type is text, json_object or json_schema")
-    inner = value.get("json_schema")
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise ValueError('of type json_schema must have {"json_schema": {"name": string, "schema": object}}')
-    if not isinstance(inner.get("strict"), (bool, type(None))):
+    if kind in ("regex", "grammar"):
+        text = _one_of(value, *(("pattern", "regex") if kind == "regex" else ("grammar",)), "value")
+        if text is None:
+            raise ValueError(f'of type {kind} must have {{"{"pattern" if kind == "regex" else kind}": string}}')
+        return f"guided_{kind}", grammar(text)
+    inner = value.get("json_schema") if kind == "json_schema" else None
+    if inner is not None and not isinstance(inner, dict):
+        raise ValueError("must have an object as json_schema")
+    if not isinstance((inner or {}).get("strict"), (bool, type(None))):
         raise ValueError("must have true or false as json_schema.strict")
-    return json_schema(inner["schema"])
+    schema = inner.get("schema") if inner is not None else _one_of(value, "schema", "value")
+    if schema is None and kind == "json_object":
+        return "guided_json", ANY_OBJECT
+    if not isinstance(schema, dict):
+        form = '{"json_schema": {"name": string, "schema": object}}' if kind == "json_schema" else '{"schema": object}'
+        raise ValueError(f"of type {kind} must have {form}")
+    return "guided_json", json_schema(schema)
+
+
+def _one_of(value: dict[str, Any], *keys: str) -> Any:
+    """What is called by one of these names; `None`: nothing is."""
+    given = [key for key in keys if value.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"has both {given[0]} and {given[1]}: give one of them")
+    return value[given[0]] if given else None

@@ -71,7 +71,6 @@ class RequestFields:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
-    response_schema: str | None = None  # of response_format
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: str | ToolName = "auto"  # "none", "auto", "required"
     parallel_tool_calls: bool = True
@@ -89,6 +88,7 @@ Table = dict[str, Field]  # never changed
 
 
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+GUIDE_SPELLINGS = ("structured_outputs", "response_format")  # which become one of those
 
 SAMPLING: Table = {
     "temperature": Field("temperature", checks.number(0, 1e6)),
@@ -116,6 +116,7 @@ SAMPLING: Table = {
 
 _HTTP: Table = SAMPLING | {
     "structured_outputs": Field("structured_outputs", checks.structured_outputs),
+    "response_format": Field("response_format", chat_checks.response_format),
     "max_tokens": Field("max_tokens", checks.integer(0, checks.INT32_MAX)),
     "stream": Field("stream", checks.boolean),
     "user": Field("", checks.string),
@@ -149,7 +150,6 @@ CHAT: Table = _OPENAI | {
     "max_completion_tokens": Field("max_completion_tokens", checks.integer(1, checks.INT32_MAX)),
     "logprobs": Field("logprobs", checks.boolean),
     "top_logprobs": Field("top_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
-    "response_format": Field("response_schema", chat_checks.response_format),
     "tools": Field("tools", chat_checks.tools),
     "tool_choice": Field("tool_choice", chat_checks.tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", checks.boolean),
@@ -313,24 +313,25 @@ def _combine_tools(values: dict[str, Any]) -> None:
     if isinstance(choice, ToolName) and choice.name not in {tool["function"]["name"] for tool in tools}:
         raise InvalidRequest(f"tool_choice names a function that is not in tools: {choice.name}", param="tool_choice")
     if tools and choice != "none":
-        if guide := next((name for name in GUIDED if name in values), None):
-            guide = values.get("guide_field", guide)
-            raise InvalidRequest(f'{guide} and tools exclude each other: use tool_choice "none"', param=guide)
-        if choice != "auto" and "response_schema" in values:
+        guide = next((name for name in GUIDED if name in values), None)
+        sent = values.get("guide_field", guide)
+        if sent == "response_format" and choice != "auto":
             raise InvalidRequest(
                 "response_format is about answers, but tool_choice asks for a call: leave one of them out",
                 param="response_format",
             )
+        if guide and (sent, guide) != ("response_format", "guided_json"):
+            raise InvalidRequest(f'{sent} and tools exclude each other: use tool_choice "none"', param=sent)
 
 
 def _combine_guides(values: dict[str, Any]) -> None:
-    spelled = {"response_schema": "response_format"}
-    given = [spelled.get(name, name) for name in (*GUIDED, "structured_outputs", "response_schema") if name in values]
+    given = [name for name in (*GUIDED, *GUIDE_SPELLINGS) if name in values]
     if len(given) > 1:
         raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: give one of them", param=given[1])
-    if "structured_outputs" in values:
-        name, value = values.pop("structured_outputs")
-        values[name], values["guide_field"] = value, "structured_outputs"
+    for spelling in GUIDE_SPELLINGS:
+        if spelling in values:
+            name, value = values.pop(spelling)
+            values[name], values["guide_field"] = value, spelling
 
 
 def _require(values: Mapping[str, Any], name: str) -> None:

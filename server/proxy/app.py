@@ -180,8 +180,6 @@ class Proxy:
                 ToolParser, rendered.tool_format, names, parallel=parsed.parallel_tool_calls
             )
             parsed = _guided_by_tools(parsed, rendered.tool_grammar)
-        elif parsed.response_schema is not None:
-            parsed = dataclasses.replace(parsed, guided_json=parsed.response_schema)
         shape = ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage, parser=parser)
         return _decode_requests(parsed), shape
 
@@ -335,22 +333,21 @@ def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
     if not calls:
         return dataclasses.replace(parsed, show_tool_markers=True)
     grammar = f"start: tool_calls\n{calls}"
-    if parsed.response_schema is not None:
+    if parsed.guided_json is not None:
         try:
-            answer = json_schemas.guiding(json.loads(parsed.response_schema))
+            answer = json_schemas.guiding(json.loads(parsed.guided_json))
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"response_format cannot be compiled: {error}", param="response_format") from None
         grammar = f"start: tool_calls | answer\nanswer: %json {answer}\n{calls}"
-    return dataclasses.replace(parsed, show_tool_markers=True, guided_grammar=grammar)
+    return dataclasses.replace(parsed, show_tool_markers=True, guided_json=None, guided_grammar=grammar)
 
 
 def _in_the_clients_words(error: InvalidRequest, parsed: RequestFields) -> InvalidRequest:
     """Names the field that the client sent, where a guide was made of it."""
     if error.param is None or not error.param.startswith("guided_"):
         return error
-    sent = parsed.guide_field or error.param
-    if parsed.response_schema is not None or parsed.tools and parsed.tool_choice != "none":
-        sent = "response_format" if parsed.response_schema is not None else "tools"
+    called = bool(parsed.tools) and parsed.tool_choice != "none"
+    sent = parsed.guide_field or ("tools" if called else error.param)
     return InvalidRequest(error.message.replace(error.param, sent, 1), param=sent)
 
 

@@ -22,7 +22,7 @@ def chat_request(parsed: RequestFields) -> preheat_pb2.RenderChatRequest:
     if parsed.tools and parsed.tool_choice != "none":
         request.tools = _compact(parsed.tools)
         request.parallel_tool_calls = parsed.parallel_tool_calls
-        request.tools_optional = parsed.tool_choice == "auto" and parsed.response_schema is None
+        request.tools_optional = parsed.tool_choice == "auto" and parsed.guided_json is None
         if isinstance(parsed.tool_choice, ToolName):
             request.tool_name = parsed.tool_choice.name
     return request

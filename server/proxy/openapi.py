@@ -50,7 +50,7 @@ ABOUT = {
     "logprobs": "Log-probs of the tokens: on /v1/completions with so many alternatives, on chat true or false.",
     "top_logprobs": "Alternatives of each token, with logprobs.",
     "suffix": "Not supported.",
-    "response_format": "Free text, a JSON object, or JSON by a schema.",
+    "response_format": "Free text, JSON, JSON by a schema, or what a regular expression or grammar matches.",
     "tools": "Functions that the model may call.",
     "tool_choice": "Whether it may, must not, or must call one, or which it must call.",
     "parallel_tool_calls": "False: at most one call.",

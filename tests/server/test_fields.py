@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -266,6 +267,7 @@ def test_chat_fields():
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
         ({"tools": [TOOL], "guided_regex": "x"}, "guided_regex"),
+        ({"tools": [TOOL], "response_format": {"type": "regex", "pattern": "x"}}, "response_format"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
@@ -432,16 +434,60 @@ def test_a_message_at_fault_is_named_by_its_place():
         assert caught.value.message.startswith(said)
 
 
-def test_response_formats_are_schemas():
-    def schema(format):
-        return fields.parse({"messages": USER, "response_format": format}, CHAT).response_schema
+SCHEMA = {"b": 1, "a": {"é": []}}
+SCHEMA_TEXT = '{"b": 1, "a": {"é": []}}'  # in the order that was given
 
-    assert schema({"type": "text"}) is None
-    assert schema({"type": "json_object"}) == '{"type": "object"}'
-    inner = {"b": 1, "a": {"é": []}}
-    assert schema({"type": "json_schema", "json_schema": {"name": "x", "schema": inner, "strict": True}}) == (
-        '{"b": 1, "a": {"é": []}}'  # in the order that was given
-    )
+
+@pytest.mark.parametrize(
+    ("format", "name", "value"),
+    [
+        ({"type": "json_object"}, "guided_json", '{"type": "object"}'),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, "guided_json", SCHEMA_TEXT),
+        ({"type": "json_object", "schema": SCHEMA}, "guided_json", SCHEMA_TEXT),  # llama.cpp, Fireworks, Together
+        ({"type": "json_schema", "schema": SCHEMA}, "guided_json", SCHEMA_TEXT),  # llama.cpp, Together
+        ({"type": "json", "value": SCHEMA}, "guided_json", SCHEMA_TEXT),  # TGI
+        ({"type": "json_object", "value": SCHEMA, "schema": None}, "guided_json", SCHEMA_TEXT),  # TGI
+        ({"type": "regex", "pattern": "a+"}, "guided_regex", "a+"),  # Together
+        ({"type": "regex", "regex": "a+"}, "guided_regex", "a+"),
+        ({"type": "regex", "value": "a+"}, "guided_regex", "a+"),  # TGI
+        ({"type": "grammar", "grammar": 'root ::= "a"'}, "guided_grammar", 'root ::= "a"'),  # Fireworks
+        ({"type": "grammar", "value": 'root ::= "a"'}, "guided_grammar", 'root ::= "a"'),
+    ],
+)
+def test_response_formats_are_guides(format, name, value):
+    for body, table in (({"messages": USER}, CHAT), ({"prompt": "x"}, COMPLETIONS), ({"prompt": "x"}, fields.GENERATE)):
+        parsed = fields.parse(body | {"response_format": format}, table)
+        assert {guide: getattr(parsed, guide) for guide in fields.GUIDED} == dict.fromkeys(fields.GUIDED) | {name: value}
+        assert parsed.guide_field == "response_format"
+
+
+def test_the_response_format_of_free_text_is_none():
+    parsed = fields.parse({"messages": USER, "response_format": {"type": "text"}, "guided_regex": "x"}, CHAT)
+    assert (parsed.guided_regex, parsed.guide_field) == ("x", None)
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        ({"type": "structural_tag", "structures": []}, "structural_tag is not supported"),
+        ({"type": "ebnf"}, "one of text, json_object, json_schema, json, regex, grammar"),
+        ({"type": []}, "one of text"),
+        ({"type": "json"}, "of type json must have"),
+        ({"type": "json_object", "schema": "x"}, "of type json_object must have"),
+        ({"type": "json_schema", "json_schema": []}, "must have an object as json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "of type json_schema must have"),
+        ({"type": "json", "schema": {}, "value": {}}, "both schema and value"),
+        ({"type": "regex"}, 'must have {"pattern": string}'),
+        ({"type": "regex", "pattern": 5}, "string"),
+        ({"type": "regex", "pattern": ""}, "1 to 65536 characters"),
+        ({"type": "regex", "pattern": "a", "value": "a"}, "both pattern and value"),
+        ({"type": "grammar", "grammar": ["x"]}, "string"),
+    ],
+)
+def test_response_formats_that_say_nothing_are_refused(format, message):
+    with pytest.raises(InvalidRequest, match="^response_format .*" + re.escape(message)) as caught:
+        fields.parse({"messages": USER, "response_format": format}, CHAT)
+    assert caught.value.param == "response_format"
 
 
 def test_guides_are_text():

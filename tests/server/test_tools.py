@@ -632,6 +632,16 @@ def test_response_format(hermes):
         assert (choice.message.content, choice.finish_reason) == ('{"a": 1}', "stop")
         chunks = hermes.api.chat.completions.create(**options, response_format=format, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == '{"a": 1}'
+    for format, text in (
+        ({"type": "regex", "pattern": r"\{.*\}"}, '{"a": 1}'),
+        ({"type": "grammar", "grammar": 'root ::= "{" [^}]* "}"'}, '{"a": 1}'),
+        ({"type": "grammar", "grammar": 'start: "{" /[^}]*/'}, '{"a": 1'),
+    ):
+        answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "response_format": format, "max_tokens": len(text)})
+        assert answer.json()["choices"][0]["message"]["content"] == text
+    bad = {"type": "grammar", "grammar": "root ::= x"}
+    answer = hermes.http.post("/v1/chat/completions", json={"messages": USER, "response_format": bad})
+    assert answer.json()["error"]["message"] == "response_format cannot be compiled: line 1: there is no rule x"
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
     with pytest.raises(openai.BadRequestError) as caught:
         hermes.api.chat.completions.create(**options, response_format=bad)
