@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+
+from engine import struct
 
 Array = Any  # jax.Array, numpy.ndarray, or jax.ShapeDtypeStruct in abstract trees
 
