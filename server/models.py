@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+HUB_TEMPLATES = ["additional_chat_templates/*.jinja"]  # all that is wanted of any folder inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,9 @@ def download_from_hub(name: str) -> pathlib.Path:
 
     log.info("downloading %s from the Hugging Face hub", name)
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"])
+        huggingface_hub.snapshot_download(name, allow_patterns=HUB_TEMPLATES)
+        return pathlib.Path(folder)
     except Exception as error:  # of the hub's, of the HTTP library's, or of the system
         raise StartError(
             f"--model {name} is no local path and could not be downloaded from the Hugging Face hub "

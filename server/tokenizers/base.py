@@ -134,8 +134,17 @@ class BytesTokenizer(abc.ABC):
         self._bytes: dict[int, bytes] = {}  # as they are asked for
 
     @abc.abstractmethod
-    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
-        """Ids of a text without anything added. ``first``: nothing comes before it; where not, an added token does."""
+    def encode_plain(self, text: str, *, first: bool) -> list[int]:
+        """Ids of a text, of which added tokens are part as if there were none. ``first``: nothing comes before it;
+        where not, an added token does.
+        """
+
+    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
+        """Ids of a text without anything added. Added tokens are found, control tokens with ``parse_special`` only."""
+        ids: list[int] = []
+        for part in self.special.split(text, parse_special=parse_special):
+            ids += [part] if isinstance(part, int) else self.encode_plain(part, first=not ids)
+        return ids
 
     @abc.abstractmethod
     def find_bytes(self, id: int) -> bytes:
@@ -156,7 +165,7 @@ class BytesTokenizer(abc.ABC):
                 if isinstance(part, int):
                     ids.append(part)
                 else:
-                    ids += self.encode_text(unmark(part), parse_special=False, first=not ids)
+                    ids += self.encode_plain(unmark(part), first=not ids)
         return self._with_prefix(ids) if add_bos else ids
 
     def _with_prefix(self, ids: list[int]) -> list[int]:

@@ -32,11 +32,8 @@ class ByteTokenizer(BytesTokenizer):
             chat_template=ChatTemplate(CHAT_TEMPLATE, control_spellings=special.control_spellings),
         )
 
-    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
-        ids: list[int] = []
-        for part in self.special.split(text, parse_special=parse_special):
-            ids += [part] if isinstance(part, int) else part.encode("utf-8")
-        return ids
+    def encode_plain(self, text: str, *, first: bool) -> list[int]:
+        return [*text.encode("utf-8")]
 
     def find_bytes(self, id: int) -> bytes:
         return bytes([id]) if id < 256 else SPELLINGS[id].encode()

@@ -6,6 +6,7 @@ bytes per token here, and a decoder for which that is not possible is refused by
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
@@ -64,19 +65,31 @@ class FastTokenizer(BytesTokenizer):
         self._parsing.no_truncation()
         self._plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True  # the library's name for "spelled control tokens are text"
-        self._separator = secrets.token_hex(16)  # nobody can spell it
-        self._plain.add_tokens([tokenizers.AddedToken(self._separator, normalized=False)])
         self._unused = unused
         self._byte_level, self.strip_leading_space = decoder_kind(tokenizer, source)
         if not self._byte_level:
             self.decode_errors = BYTEWISE
 
-    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
+    def encode_text(self, text: str, *, parse_special: bool) -> list[int]:
+        tokenizer = self._parsing if parse_special else self._plain
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str, *, first: bool) -> list[int]:
+        # Some put a space before the first text only, so that something must come before another one.
+        bare, separator = self._bare
         if first:
-            tokenizer = self._parsing if parse_special else self._plain
-            return tokenizer.encode(text, add_special_tokens=False).ids
-        # Some put a space before the first text only, so that something must come before this one.
-        return self._plain.encode(self._separator + text, add_special_tokens=False).ids[1:]
+            return bare.encode(text, add_special_tokens=False).ids
+        return bare.encode(separator + text, add_special_tokens=False).ids[1:]
+
+    @functools.cached_property
+    def _bare(self) -> tuple[tokenizers.Tokenizer, str]:
+        """The tokenizer without added tokens, but for one that nobody can spell. Made for the first message that spells
+        a control token.
+        """
+        content = json.loads(self._parsing.to_str()) | {"added_tokens": [], "post_processor": None}
+        bare, separator = tokenizers.Tokenizer.from_str(json.dumps(content)), secrets.token_hex(16)
+        bare.add_tokens([tokenizers.AddedToken(separator, normalized=False)])
+        return bare, separator
 
     def token_piece(self, id: int) -> str:
         piece = self._parsing.id_to_token(id) if id >= 0 else None

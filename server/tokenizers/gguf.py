@@ -8,6 +8,7 @@ another way of cutting gives other ids. The regular expressions are those of the
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -18,18 +19,30 @@ from server.tokenizers import sentencepiece as spm
 from server.tokenizers.base import BytesTokenizer
 from server.tokenizers.chat import ChatTemplate
 from server.tokenizers.fast import FastTokenizer
+from server.tokenizers.special import SpecialToken, SpecialTokens
 
-# Tokens that end a turn whatever the metadata call EOS, as llama.cpp has it: many files name only one of theirs.
+# Tokens that end a turn whatever the metadata call EOS, and are control tokens whatever their type, as llama.cpp has it
+# (src/llama-vocab.cpp): many files name only one of theirs.
 END_OF_TURN = {
     "<|eot_id|>",
     "<|eom_id|>",
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
+    "<end_of_utterance>",
     "<|endoftext|>",
     "<|end_of_text|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
+    "<turn|>",
     "<EOT>",
+    "_<EOT>",
 }
+# The same where they are control tokens; else they may be pieces of text.
+END_OF_TEXT = {"</s>", "<eos>", "[EOS]", "[EOT]"}
+HARMONY = {"<|return|>", "<|call|>", "<|end|>"}  # in a vocabulary that has all of them, the last one ends no turn
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -81,15 +94,35 @@ def load_gguf_tokenizer(path: pathlib.Path) -> BytesTokenizer:
     )
 
 
-def _types(file: GgufFile, count: int) -> list[int]:
+def _types(file: GgufFile, tokens: list[str]) -> list[int]:
     types = file.get("tokenizer.ggml.token_type")
-    return [spm.NORMAL] * count if types is None else types.tolist()
+    types = [spm.NORMAL] * len(tokens) if types is None else types.tolist()
+    for id, token in enumerate(tokens):
+        if token in END_OF_TURN and types[id] in (spm.NORMAL, spm.USER_DEFINED):
+            types[id] = spm.CONTROL
+    return types
 
 
 def _eos(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[int, ...]:
-    named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    spelled = [id for id, token in enumerate(tokens) if token in END_OF_TURN and types[id] == spm.CONTROL]
+    names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+    named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    ending = END_OF_TURN | END_OF_TEXT
+    if HARMONY <= set(tokens):
+        ending.remove("<|end|>")
+    spelled = [id for id, token in enumerate(tokens) if token in ending and types[id] == spm.CONTROL]
     return tuple(dict.fromkeys([id for id in named if id is not None] + spelled))
+
+
+def _control(file: GgufFile, tokens: list[str], types: list[int]) -> SpecialTokens:
+    """The control tokens. Those of Phi-3 take the space behind them, which no metadata say, but the model's name (as
+    llama.cpp has it) and its tokenizer.json do.
+    """
+    phi3 = any(name in file.get("general.name", "").lower() for name in ("phi-3", "phi3"))
+    return SpecialTokens(
+        SpecialToken(id, token, rstrip=phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"))
+        for id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (spm.CONTROL, spm.UNKNOWN)
+    )
 
 
 def _prefix(file: GgufFile, default: bool) -> list[int]:
@@ -104,7 +137,7 @@ def _spellings(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
-def _chat_template(file: GgufFile, spellings: dict[str, str], control: list[str]) -> ChatTemplate | None:
+def _chat_template(file: GgufFile, spellings: dict[str, str], control: Sequence[str]) -> ChatTemplate | None:
     template = file.get("tokenizer.chat_template")
     if template is None:
         return None
@@ -126,7 +159,8 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
         )
     tokens = file.require("tokenizer.ggml.tokens")
     spellings = _spellings(file, tokens)
-    types = _types(file, len(tokens))
+    types = _types(file, tokens)
+    control = _control(file, tokens, types)
     vocab = {token: id for id, token in enumerate(tokens)}
     merges = [
         (merge[:cut], merge[cut + 1 :])
@@ -148,9 +182,11 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]
     words = [token for token, kind in zip(tokens, types, strict=True) if kind == spm.USER_DEFINED]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens([
+        tokenizers.AddedToken(token.content, special=True, normalized=False, rstrip=token.rstrip)
+        for token in control.tokens.values()
+    ])
     tokenizer.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in words])
     return FastTokenizer(
         tokenizer,
@@ -158,7 +194,7 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, pre in ADDS_BOS),
-        chat_template=_chat_template(file, spellings, control),
+        chat_template=_chat_template(file, spellings, control.control_spellings),
         info=spellings,
         unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
     )
@@ -167,17 +203,17 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
 def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
     tokens = file.require("tokenizer.ggml.tokens")
     spellings = _spellings(file, tokens)
-    types = _types(file, len(tokens))
+    types = _types(file, tokens)
     scores = file.require("tokenizer.ggml.scores").tolist()
     model = spm.bpe_model(tokens, scores, types, add_space_prefix=file.get("tokenizer.ggml.add_space_prefix", True))
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind in (spm.CONTROL, spm.UNKNOWN)]
+    control = _control(file, tokens, types)
     return spm.SentencePieceTokenizer(
         model,
         source=str(file.path),
-        added=[],  # the library finds user-defined pieces itself
+        special=control,  # the library finds user-defined pieces itself
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, True),
-        chat_template=_chat_template(file, spellings, control),
+        chat_template=_chat_template(file, spellings, control.control_spellings),
         info=spellings,
     )

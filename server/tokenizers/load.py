@@ -1,16 +1,16 @@
 """Finds a model's tokenizer and reads the files around it.
 
-Beside ``tokenizer.json``, ``tokenizer.model`` or ``tekken.json`` a Hugging Face directory may have ``tokenizer_config.json`` (names of
-special tokens, added tokens, whether BOS is added, the chat template), ``special_tokens_map.json``,
-``added_tokens.json``, ``chat_template.jinja``, and ``generation_config.json`` or ``config.json``, which know all the
-tokens that end a generation.
+Beside ``tokenizer.json``, ``tokenizer.model`` or ``tekken.json`` a Hugging Face directory may have files that declare
+tokens (``server/tokenizers/declared.py``), chat templates (``chat_template.jinja``, ``additional_chat_templates/``,
+``tokenizer_config.json``, ``chat_template.json``), and ``generation_config.json`` or ``config.json``, which know all
+the tokens that end a generation.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
@@ -19,13 +19,13 @@ from sentencepiece import sentencepiece_model_pb2
 from server.errors import StartError
 from server.tokenizers.base import BytesTokenizer
 from server.tokenizers.chat import ChatTemplate
+from server.tokenizers.declared import ADDED, CONFIG, Declared, declared, read_json, read_text
 from server.tokenizers.fast import FastTokenizer, special_tokens
 from server.tokenizers.gguf import load_gguf_tokenizer
 from server.tokenizers.sentencepiece import CONTROL, UNKNOWN, SentencePieceTokenizer
-from server.tokenizers.special import SpecialToken
-from server.tokenizers.tekken import BOS, EOS, TekkenTokenizer, special_tokens as tekken_special
-
-NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+from server.tokenizers.special import SpecialToken, SpecialTokens
+from server.tokenizers.tekken import BOS, EOS, TekkenTokenizer
+from server.tokenizers.tekken import special_tokens as tekken_special
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> BytesTokenizer:
@@ -46,35 +46,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> BytesTokenizer:
     )
 
 
-def read_json(file: pathlib.Path) -> dict:
-    """A JSON object; empty where the file does not exist."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StartError(f"{file} is not valid JSON ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise StartError(f"{file} holds {type(value).__name__} where an object is expected; download it again")
-    return value
-
-
-def _config(path: pathlib.Path) -> dict:
-    """tokenizer_config.json, over the older special_tokens_map.json."""
-    return {**read_json(path / "special_tokens_map.json"), **read_json(path / "tokenizer_config.json")}
-
-
-def _spellings(config: dict) -> dict[str, str]:
-    """Named special tokens; in the files each is a string or an object with its content."""
-    found = {name: config.get(name) for name in NAMED}
-    return {
-        name: token["content"] if isinstance(token, dict) else token
-        for name, token in found.items()
-        if isinstance(token, (str, dict))
-    }
-
-
-def _info(config: dict) -> dict[str, Any]:
+def _info(config: dict, names: Mapping[str, str | None]) -> dict[str, Any]:
     """The configuration with tokens as their text, and without the template."""
 
     def plain(value: Any) -> Any:
@@ -83,54 +55,55 @@ def _info(config: dict) -> dict[str, Any]:
             return content if isinstance(content, str) else {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, list) else value
 
-    return {key: plain(value) for key, value in config.items() if key != "chat_template" and value is not None}
-
-
-def _added_tokens(path: pathlib.Path, config: dict) -> list[SpecialToken]:
-    """Added tokens of tokenizer_config.json, and of the older added_tokens.json."""
-    added = [
-        SpecialToken(
-            int(id),
-            token["content"],
-            token.get("special", False),
-            token.get("lstrip", False),
-            token.get("rstrip", False),
-        )
-        for id, token in config.get("added_tokens_decoder", {}).items()
-    ]
-    seen = {token.content for token in added}
-    special = set(_spellings(config).values())
-    older = read_json(path / "added_tokens.json")
-    return added + [
-        SpecialToken(id, content, content in special) for content, id in older.items() if content not in seen
-    ]
+    told = {key: plain(value) for key, value in config.items() if key != "chat_template"}
+    return {key: value for key, value in (told | dict(names)).items() if value is not None}
 
 
 def _eos(path: pathlib.Path, own: int | None) -> tuple[int, ...]:
     """All tokens that end a generation: those of generation_config.json (or else config.json), and the tokenizer's
     own.
     """
-    named = read_json(path / "generation_config.json").get("eos_token_id")
-    if named is None:
-        named = read_json(path / "config.json").get("eos_token_id")
+    config = read_json(path / "config.json")
+    text = config.get("text_config")
+    places = (read_json(path / "generation_config.json"), config, text if isinstance(text, dict) else {})
+    named = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
     ids = named if isinstance(named, list) else [named]
     return tuple(dict.fromkeys(id for id in [*ids, own] if isinstance(id, int)))
 
 
-def _chat_template(path: pathlib.Path, config: dict, control: tuple[str, ...]) -> ChatTemplate | None:
-    """From chat_template.jinja, or tokenizer_config.json: one template or a list of named ones."""
-    file = path / "chat_template.jinja"
-    template: object = config.get("chat_template")
-    source = f"{path / 'tokenizer_config.json'}: chat_template"
-    if file.exists():
-        template, source = file.read_text(encoding="utf-8"), str(file)
-    if template is None:
+def _chat_template(
+    path: pathlib.Path, found: Declared, names: Mapping[str, str | None], special: SpecialTokens
+) -> ChatTemplate | None:
+    """From chat_template.jinja and additional_chat_templates/, else tokenizer_config.json (one template or a list of
+    named ones), else a processor's chat_template.json.
+    """
+    template: object = found.config.get("chat_template")
+    source = f"{path / CONFIG}: chat_template"
+    default = path / "chat_template.jinja"
+    if default.exists():
+        template, source = read_text(default), str(default)
+    elif template is None:
+        template = read_json(path / "chat_template.json").get("chat_template")
+        source = f"{path / 'chat_template.json'}: chat_template"
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    templates: dict = template if isinstance(template, dict) else {} if template is None else {"default": template}
+    more = sorted((path / "additional_chat_templates").glob("*.jinja"))
+    if more:
+        templates |= {file.stem: read_text(file) for file in more}
+        source = f"{source} or {more[0].parent}"
+    if not templates:
         return None
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
-    if not isinstance(template, (str, dict)):
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in templates.items()):
         raise StartError(f"{source} is {type(template).__name__}; a string or a list of named templates is needed")
-    return ChatTemplate(template, special_tokens=_spellings(config), control_spellings=control, source=source)
+    # Tokens that no file calls control tokens mark turns all the same, if the template spells them.
+    turns = [spelling for spelling in found.unflagged if any(spelling in text for text in templates.values())]
+    return ChatTemplate(
+        templates,
+        special_tokens={name: spelling for name, spelling in names.items() if spelling is not None},
+        control_spellings=[*special.control_spellings, *turns],
+        source=source,
+    )
 
 
 def _fast(path: pathlib.Path) -> FastTokenizer:
@@ -139,26 +112,14 @@ def _fast(path: pathlib.Path) -> FastTokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no type of its own for this
         raise StartError(f"{file} cannot be read ({error}); download it again") from None
-    config = _config(path)
-    known = tokenizer.get_added_tokens_decoder()
-    for token in sorted(_added_tokens(path, config), key=lambda token: token.id):
-        if token.id in known and known[token.id].special == token.control:
-            continue
-        added = tokenizers.AddedToken(
-            token.content, special=token.control, lstrip=token.lstrip, rstrip=token.rstrip, normalized=not token.control
-        )
-        tokenizer.add_special_tokens([added]) if token.control else tokenizer.add_tokens([added])
-        if tokenizer.token_to_id(token.content) != token.id:
-            raise StartError(
-                f"{path / 'tokenizer_config.json'} gives {token.content!r} the id {token.id}, {file.name} the id "
-                f"{tokenizer.token_to_id(token.content)}; the two are of different versions: download both again"
-            )
-    spellings = _spellings(config)
-    bos, eos = (_id(tokenizer, spellings.get(name), path) for name in ("bos_token", "eos_token"))
+    found = declared(path)
+    _add_tokens(tokenizer, found, path)
+    bos, eos = (_id(tokenizer, found.names.get(name), path) for name in ("bos_token", "eos_token"))
     prefix = _prefix(tokenizer, eos)
-    if config.get("add_bos_token") is False:
+    add_bos = found.config.get("add_bos_token")
+    if add_bos is False:
         prefix = [id for id in prefix if id != bos]
-    elif config.get("add_bos_token") is True and bos is not None and bos not in prefix:
+    elif add_bos is True and bos is not None and bos not in prefix:
         prefix = [bos, *prefix]
     if bos is None and len(prefix) == 1:
         bos = prefix[0]
@@ -168,9 +129,44 @@ def _fast(path: pathlib.Path) -> FastTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=prefix,
-        chat_template=_chat_template(path, config, special_tokens(tokenizer).control_spellings),
-        info=_info(config),
+        chat_template=_chat_template(path, found, found.names, special_tokens(tokenizer)),
+        info=_info(found.config, found.names),
     )
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, found: Declared, path: pathlib.Path) -> None:
+    """Gives the tokenizer the tokens that it lacks, and the flags that ``added_tokens_decoder`` changes."""
+    known = {token.content: (id, token) for id, token in tokenizer.get_added_tokens_decoder().items()}
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    overrides = "added_tokens_decoder" in found.config
+    explicit = {token.content for token in found.tokens}
+    wanted = {}
+    for token in found.with_ids(vocab):
+        if token.content in known and not (overrides and token.content in explicit and known[token.content][0] == token.id):
+            continue  # tokenizer.json knows best
+        if token.content not in explicit and token.content not in vocab and token.content in (
+            found.names.get("bos_token"), found.names.get("eos_token"),
+        ):  # fmt: skip
+            continue  # a model without its BOS or EOS is incomplete: `_id` says so
+        added = tokenizers.AddedToken(
+            token.content,
+            special=token.control,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word,
+            normalized=not token.control if token.normalized is None else token.normalized,
+        )
+        if token.content not in known or repr(known[token.content][1]) != repr(added):
+            wanted[token.id] = added
+    tokenizer.add_tokens([wanted[id] for id in sorted(wanted)])
+    for id, added in wanted.items():
+        actual = tokenizer.token_to_id(added.content)
+        if actual != id:
+            source = path / (CONFIG if overrides else ADDED)
+            raise StartError(
+                f"{source} gives {added.content!r} the id {id}, tokenizer.json the id {actual}; "
+                "the two are of different versions: download both again"
+            )
 
 
 def _id(tokenizer: tokenizers.Tokenizer, spelling: str | None, path: pathlib.Path) -> int | None:
@@ -179,8 +175,7 @@ def _id(tokenizer: tokenizers.Tokenizer, spelling: str | None, path: pathlib.Pat
     id = tokenizer.token_to_id(spelling)
     if id is None:
         raise StartError(
-            f"{path / 'tokenizer_config.json'} names {spelling!r}, which tokenizer.json does not have; "
-            "download both again"
+            f"{path / CONFIG} names {spelling!r}, which tokenizer.json does not have; download both again"
         )
     return id
 
@@ -200,38 +195,43 @@ def _sentencepiece(path: pathlib.Path) -> SentencePieceTokenizer:
         model = sentencepiece_model_pb2.ModelProto.FromString(data)
     except Exception as error:  # protobuf's DecodeError, whose class depends on the implementation
         raise StartError(f"{file} is not a SentencePiece model ({error}); download it again") from None
-    config = _config(path)
-    added = _added_tokens(path, config)
-    ids = {piece.piece: id for id, piece in enumerate(model.pieces)} | {token.content: token.id for token in added}
-    spellings = {"bos_token": "<s>", "eos_token": "</s>", **_spellings(config)}
-    bos, eos = ids.get(spellings["bos_token"]), ids.get(spellings["eos_token"])
-    control = [piece.piece for piece in model.pieces if piece.type in (CONTROL, UNKNOWN)]
-    control += [token.content for token in added if token.control]
+    found = declared(path)
+    pieces = {piece.piece: id for id, piece in enumerate(model.pieces)}
+    own = [SpecialToken(id, piece.piece) for id, piece in enumerate(model.pieces) if piece.type in (CONTROL, UNKNOWN)]
+    special = SpecialTokens([*own, *found.with_ids(pieces)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", **found.names}
+    ids = pieces | {content: token.id for content, token in special.tokens.items()}
+    bos, eos = (ids.get(names[name] or "") for name in ("bos_token", "eos_token"))
+    config = found.config
     return SentencePieceTokenizer(
         data,
         source=str(file),
-        added=added,
+        special=special,
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=[bos] if bos is not None and config.get("add_bos_token", True) else [],
-        chat_template=_chat_template(path, {**config, **spellings}, tuple(control)),
-        info=_info({**config, **spellings}),
+        chat_template=_chat_template(path, found, names, special),
+        info=_info(config, names),
+        legacy=config.get("legacy") is not False,
+        space_first=config.get("add_prefix_space") is not False,
     )
 
 
 def _tekken(path: pathlib.Path) -> TekkenTokenizer:
     file = path / "tekken.json"
-    content, config = read_json(file), _config(path)
+    content, found = read_json(file), declared(path)
     try:
-        control = tekken_special(content).control_spellings
+        own = tekken_special(content)
     except (KeyError, TypeError) as error:
         raise StartError(f"{file} is not a tekken.json ({error!r}); download it again") from None
-    spellings = {"bos_token": BOS, "eos_token": EOS, **_spellings(config)}
+    special = SpecialTokens({token.id: token for token in (*own.tokens.values(), *found.tokens)}.values())
+    names = {"bos_token": BOS, "eos_token": EOS, **found.names}
     return TekkenTokenizer(
         content,
         source=str(file),
+        special=special,
         eos_token_ids=_eos(path, None),
-        add_bos=config.get("add_bos_token", True),
-        chat_template=_chat_template(path, {**config, **spellings}, control),
-        info=_info({**config, **spellings}),
+        add_bos=found.config.get("add_bos_token", True),
+        chat_template=_chat_template(path, found, names, special),
+        info=_info(found.config, names),
     )

@@ -1,12 +1,13 @@
 """SentencePiece models: ``tokenizer.model``, and the ``llama`` tokenizer of a GGUF (rebuilt as a SentencePiece model).
 
-The library encodes plain text. It never parses control tokens, so those of a rendered chat are cut out first; each
-stretch of text between them gets the model's leading space, as Llama 2's own code does.
+The library encodes plain text. It never parses control tokens, so they are cut out first; each stretch of text between
+them gets the model's leading space, as in Llama 2's own code and llama.cpp, or the first one only, where the model's
+files say ``"legacy": false``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sentencepiece
@@ -15,7 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 from server.errors import StartError
 from server.tokenizers.base import BYTEWISE, BytesTokenizer
 from server.tokenizers.chat import ChatTemplate
-from server.tokenizers.special import SpecialToken, SpecialTokens
+from server.tokenizers.special import SpecialTokens
 
 SPACE = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's and GGUF's numbers alike
@@ -24,8 +25,12 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePi
 class SentencePieceTokenizer(BytesTokenizer):
     """See `server.tokenizers.base.Tokenizer`.
 
-    ``model`` is the serialized model; ``added`` are tokens beyond it. The model's own control pieces are special tokens
-    too.
+    Args:
+        model: serialized.
+        source: its file, for errors.
+        special: the model's own control pieces, and tokens beyond it.
+        legacy: text behind an added token begins with a space, too.
+        space_first: a text begins with one; for other than ``legacy``.
     """
 
     decode_errors = BYTEWISE
@@ -35,12 +40,14 @@ class SentencePieceTokenizer(BytesTokenizer):
         model: bytes,
         *,
         source: str,
-        added: Iterable[SpecialToken],
+        special: SpecialTokens,
         bos_token_id: int | None,
         eos_token_ids: Sequence[int],
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
         info: Mapping[str, Any] | None = None,
+        legacy: bool = True,
+        space_first: bool = True,
     ):
         self.processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -48,12 +55,6 @@ class SentencePieceTokenizer(BytesTokenizer):
         except (RuntimeError, ValueError) as error:
             raise StartError(f"{source} is not a SentencePiece model ({error}); download it again") from None
         self._pieces = self.processor.GetPieceSize()
-        own = (
-            SpecialToken(id, self.processor.IdToPiece(id))
-            for id in range(self._pieces)
-            if self.processor.IsControl(id) or self.processor.IsUnknown(id)
-        )
-        special = SpecialTokens([*own, *added])
         super().__init__(
             vocab_size=max([self._pieces, *(id + 1 for id in special.by_id)]),
             bos_token_id=bos_token_id,
@@ -64,13 +65,23 @@ class SentencePieceTokenizer(BytesTokenizer):
             info=info,
         )
         proto = sentencepiece_model_pb2.ModelProto.FromString(self.processor.serialized_model_proto())
-        self.strip_leading_space = proto.normalizer_spec.add_dummy_prefix
+        self._legacy = legacy or not proto.normalizer_spec.add_dummy_prefix
+        self._space_first = space_first
+        self.strip_leading_space = proto.normalizer_spec.add_dummy_prefix and (legacy or space_first)
+        if not self._legacy:
+            proto.normalizer_spec.add_dummy_prefix = False
+            self._joined = sentencepiece.SentencePieceProcessor()  # puts no space before a text
+            self._joined.LoadFromSerializedProto(proto.SerializeToString())
+            self._unknown = self._joined.IdToPiece(self._joined.unk_id())
+            self._unknown_length = len(self._joined.EncodeAsIds(self._unknown))
 
-    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
-        ids: list[int] = []
-        for part in self.special.split(text, parse_special=parse_special):
-            ids += [part] if isinstance(part, int) else self.processor.EncodeAsIds(part)
-        return ids
+    def encode_plain(self, text: str, *, first: bool) -> list[int]:
+        if self._legacy or first and self._space_first:
+            return self.processor.EncodeAsIds(text)
+        if not text.startswith((" ", SPACE)):
+            return self._joined.EncodeAsIds(text)
+        # The library may drop space at the beginning, so that something must come before it.
+        return self._joined.EncodeAsIds(self._unknown + text)[self._unknown_length :]
 
     def token_piece(self, id: int) -> str:
         own = 0 <= id < self._pieces and id not in self.special.by_id

@@ -9,13 +9,18 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class SpecialToken:
-    """``control`` tokens are left out of decoded text and never parsed from a user's; the others are words like any."""
+    """``control`` tokens are left out of decoded text and never parsed from a message; the others are words like any.
+
+    The flags are those of transformers' ``AddedToken``.
+    """
 
     id: int
     content: str
     control: bool = True
     lstrip: bool = False  # takes the whitespace before it
     rstrip: bool = False
+    single_word: bool = False  # only between spaces
+    normalized: bool | None = None  # found in normalized text, by tokenizers that normalize; None: unless control
 
 
 class SpecialTokens:
@@ -39,14 +44,22 @@ class SpecialTokens:
         begin = 0
         for match in pattern.finditer(text) if pattern is not None else ():
             token = self.tokens[match[0]]
+            if token.single_word and not _alone(text, match.start(), match.end()):
+                continue
             stretch = text[begin : match.start()]
             begin = match.end()
             if token.lstrip:
                 stretch = stretch.rstrip()
             if token.rstrip:
-                begin = len(text) - len(text[begin:].lstrip())
+                while begin < len(text) and text[begin].isspace():
+                    begin += 1
             parts += [stretch, token.id] if stretch else [token.id]
         return parts + [text[begin:]] if begin < len(text) else parts
+
+
+def _alone(text: str, begin: int, end: int) -> bool:
+    """Whether only spaces, or nothing, are beside a stretch of text."""
+    return (begin == 0 or text[begin - 1] == " ") and (end == len(text) or text[end] == " ")
 
 
 def _alternatives(contents: Iterable[str]) -> re.Pattern[str] | None:

@@ -42,6 +42,7 @@ class TekkenTokenizer(BytesTokenizer):
     Args:
         content: of the file.
         source: its name, for errors.
+        special: the file's block of special tokens, `special_tokens`, and those of the files around it.
         eos_token_ids: beside the tokenizer's own.
         add_bos: BOS comes before a text.
         chat_template: of the files around it.
@@ -55,6 +56,7 @@ class TekkenTokenizer(BytesTokenizer):
         content: Mapping[str, Any],
         *,
         source: str,
+        special: SpecialTokens,
         eos_token_ids: Sequence[int],
         add_bos: bool,
         chat_template: ChatTemplate | None,
@@ -64,7 +66,6 @@ class TekkenTokenizer(BytesTokenizer):
             pattern, size, block = (
                 content["config"][name] for name in ("pattern", "default_vocab_size", "default_num_special_tokens")
             )
-            special = special_tokens(content)
             tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in content["vocab"]]
             ranks = [entry["rank"] for entry in content["vocab"]]
         except (KeyError, TypeError, binascii.Error) as error:
@@ -78,7 +79,7 @@ class TekkenTokenizer(BytesTokenizer):
             raise StartError(f"{source} lacks tokens of single bytes; download it again")
         ids = {token.content: token.id for token in special.tokens.values()}
         super().__init__(
-            vocab_size=size,
+            vocab_size=max([size, *(id + 1 for id in special.by_id)]),
             bos_token_id=ids.get(BOS),
             eos_token_ids=tuple(dict.fromkeys((*eos_token_ids, *([ids[EOS]] if EOS in ids else [])))),
             special=special,
@@ -90,19 +91,13 @@ class TekkenTokenizer(BytesTokenizer):
         self._block = block
         self._words = _bpe(tokens, pattern, source)
 
-    def encode_text(self, text: str, *, parse_special: bool, first: bool = True) -> list[int]:
-        ids: list[int] = []
-        for part in self.special.split(text, parse_special=parse_special):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += [self._block + id for id in self._words.encode(part, add_special_tokens=False).ids]
-        return ids
+    def encode_plain(self, text: str, *, first: bool) -> list[int]:
+        return [self._block + id for id in self._words.encode(text, add_special_tokens=False).ids]
 
     def find_bytes(self, id: int) -> bytes:
-        if id >= self._block:
-            return self._tokens[id - self._block]
-        return self.special.by_id[id].content.encode("utf-8") if id in self.special.by_id else b""
+        if id in self.special.by_id:
+            return self.special.by_id[id].content.encode("utf-8")
+        return self._tokens[id - self._block] if self._block <= id < self._block + len(self._tokens) else b""
 
 
 def special_tokens(content: Mapping[str, Any]) -> SpecialTokens:

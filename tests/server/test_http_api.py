@@ -145,7 +145,7 @@ class SpaceTokenizer(ByteTokenizer):
 
     strip_leading_space = True
 
-    def encode_text(self, text, *, parse_special, first=True):
+    def encode_text(self, text, *, parse_special):
         return super().encode_text(" " + text, parse_special=parse_special)
 
 

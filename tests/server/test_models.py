@@ -104,18 +104,21 @@ def test_names(monkeypatch, tmp_path):
 
 
 def test_hub_ids(monkeypatch, tmp_path):
-    seen = {}
+    seen = []
 
     def snapshot_download(name, **options):
-        seen.update(options, name=name)
+        seen.append((name, options))
         if name == "owner/missing":
             raise OSError("404 not found\nlong explanation")
         return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
     assert models.resolve_model("owner/Model-1.5_B") == tmp_path
-    assert seen["name"] == "owner/Model-1.5_B" and "*.safetensors" in seen["allow_patterns"]
-    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in seen["allow_patterns"])
+    assert {name for name, _ in seen} == {"owner/Model-1.5_B"}
+    (_, files), (_, templates) = seen
+    assert "*.safetensors" in files["allow_patterns"] and files["ignore_patterns"] == ["*/*"]
+    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in files["allow_patterns"])
+    assert templates == {"allow_patterns": ["additional_chat_templates/*.jinja"]}
     with pytest.raises(StartError, match="OSError: 404 not found") as caught:
         models.resolve_model("owner/missing")
     assert "long explanation" not in str(caught.value)
