@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.api import Row, SamplingParams
+from engine.agreement import read_model
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig, ModelConfig, RopeConfig
-from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.programs import Program
@@ -49,7 +49,7 @@ SHAPES = {
 
 def model_config(name: str) -> ModelConfig:
     """One of `SHAPES`, or a checkpoint's."""
-    return SHAPES[name] if name in SHAPES else load_config(open_checkpoint(Path(resolve_model(name))).hf_config)
+    return SHAPES[name] if name in SHAPES else read_model(open_checkpoint(Path(resolve_model(name))))
 
 
 def parameters(model: ModelConfig) -> int:

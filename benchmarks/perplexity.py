@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.bare_engine import compile_table
 from benchmarks.output import Table
 from engine.api import SamplingParams
+from engine.agreement import read_model
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig, call_bytes, layer_layout
-from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.programs import tree_bytes
@@ -49,7 +49,7 @@ def log_likelihoods(engine: JaxEngine, ids: list[int]) -> np.ndarray:
 def make_engine(path: Path, length: int, quantize: str, kv_dtype: str) -> JaxEngine:
     """An engine that has one program for chunks, and what goes with it."""
     checkpoint = open_checkpoint(path)
-    model, platform = load_config(checkpoint.hf_config), jax.devices()[0].platform
+    model, platform = read_model(checkpoint), jax.devices()[0].platform
     config = EngineConfig(
         slots=1,
         max_len=length,

@@ -19,7 +19,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from engine.checkpoints import Checkpoint, CheckpointError
+from engine.agreement import check_tensors, embedding
+from engine.checkpoints import Checkpoint
 from engine.config import ModelConfig
 from engine.families import Family, TensorNames, get_family
 from engine.peft import Adapter, adapter_fills
@@ -56,13 +57,13 @@ def load_weights(
     """The weights on their devices; ``adapters`` are those that the abstract weights have room for. Arrays that ``cache``
     has are not made from the checkpoint again; others are kept there.
 
-    Raises `CheckpointError`, naming file and tensor, when a tensor is missing, has another shape than the config says,
-    or is one that the model does not use.
+    Raises `CheckpointError`, naming file and tensor, when a tensor is missing or has another shape than the config says;
+    `engine.agreement` has what else may disagree.
     """
     family = get_family(model.family)
     reader = Reader(checkpoint)
     fills = _fills(reader, family, model, abstract_weights, adapters)
-    reader.check(family, model)
+    check_tensors(checkpoint, model, reader.expected, reader.zeros)
     nodes, structure = jax.tree.flatten(abstract_weights, is_leaf=lambda node: isinstance(node, Quantized))
     counts = [len(jax.tree.leaves(node)) for node in nodes]
     first = np.cumsum([0, *counts[:-1]]).tolist()  # number of each node's first array
@@ -108,47 +109,25 @@ class Read:
 
 
 class Reader:
-    """Reads tensors by name, checks their shapes first, and remembers which are used."""
+    """Reads tensors by name, and remembers which are used and in which shapes, so that they can be checked first."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
         self.available = set(checkpoint.names())
         self.expected: dict[str, tuple[int, ...]] = {}
+        self.zeros: list[str] = []  # biases that are not there
 
     def tensor(self, name: str, *shape: int) -> Read:
         """What reads the tensor; the shape is what the config promises."""
         self.expected[name] = shape
         return Read(lambda: self.checkpoint.read(name), lambda: self.checkpoint.release(name))
 
-    def check(self, family: Family, model: ModelConfig) -> None:
-        """Raises for tensors that are missing, of another shape, or not used."""
-        where = self.checkpoint.path
-        missing = sorted(self.expected.keys() - self.available)
-        if missing:
-            raise CheckpointError(
-                f"{where} has no tensor {_some(missing)}, which the {family.architecture} of its config needs; "
-                "the checkpoint is incomplete or of another model: download it again"
-            )
-        for name, shape in self.expected.items():
-            found = tuple(self.checkpoint.shape(name))
-            if found != shape:
-                raise CheckpointError(
-                    f"{self.checkpoint.file(name)}: tensor {name} has shape {list(found)}, "
-                    f"its config says {list(shape)}; "
-                    "config and weights are of different models: download both again"
-                )
-        tied = {family.tensors.head} if model.tie_embeddings else set()  # a copy of the embedding, in some checkpoints
-        extra = sorted(name for name in self.available - self.expected.keys() - tied if not family.ignores(name))
-        if extra:
-            raise CheckpointError(
-                f"{self.checkpoint.file(extra[0])} has tensor {_some(extra)}, "
-                f"which no field of {family.architecture} uses; "
-                "the model has parts that its config does not tell of, or files of two models are mixed"
-            )
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    def bias(self, name: str, *shape: int) -> Read:
+        """As `tensor`, of a linear map's bias: zeros if the checkpoint has none."""
+        if name in self.available:
+            return self.tensor(name, *shape)
+        self.zeros.append(name)
+        return Read(lambda: np.zeros(shape, np.float32), lambda: None)
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -264,7 +243,7 @@ def _fills(
     if first != model.num_layers:
         raise ValueError(f"the abstract weights hold {first} layers, the model has {model.num_layers}")
     return Weights(
-        embed=_copy(reader.tensor(names.embed, model.vocab_size, hidden)),
+        embed=_copy(reader.tensor(embedding(model, reader.available), model.vocab_size, hidden)),
         layers=tuple(groups),
         final_norm=_copy(reader.tensor(names.final_norm, hidden), model.norm_offset),
         head=None if abstract.head is None else _copy(reader.tensor(names.head, model.vocab_size, hidden)),
@@ -284,6 +263,11 @@ class _LayerFills:
 
     def tensor(self, name: str, *shape: int, **place: int) -> Read:
         return self.reader.tensor(name.format(layer=self.layer, **place), *shape)
+
+    def module(self, name: str, suffix: str, *shape: int, **place: int) -> Read:
+        """The ``.weight`` or ``.bias`` of a linear map."""
+        read = self.reader.bias if suffix == ".bias" else self.reader.tensor
+        return read(name.format(layer=self.layer, **place) + suffix, *shape)
 
     def norm(self, name: str, *shape: int) -> Fill:
         return _copy(self.tensor(name, *shape), self.model.norm_offset)
@@ -318,15 +302,15 @@ class _LayerFills:
     def _qkv(self, suffix: str, *columns: int) -> Fill:
         names, sizes = self.names, (self.q_rows, self.kv_rows, self.kv_rows)
         if names.qkv is not None:
-            return _split(self.tensor(names.qkv + suffix, sum(sizes), *columns), _fuse_qkv, *sizes)
+            return _split(self.module(names.qkv, suffix, sum(sizes), *columns), _fuse_qkv, *sizes)
         modules = zip((names.q, names.k, names.v), sizes, strict=True)
-        return _fuse_qkv(*[self.tensor(module + suffix, size, *columns) for module, size in modules])
+        return _fuse_qkv(*[self.module(module, suffix, size, *columns) for module, size in modules])
 
     def o(self) -> Fill:
-        return _copy(self.tensor(self.names.o + ".weight", self.model.hidden_size, self.q_rows))
+        return _copy(self.module(self.names.o, ".weight", self.model.hidden_size, self.q_rows))
 
     def o_bias(self) -> Fill:
-        return _copy(self.tensor(self.names.o + ".bias", self.model.hidden_size))
+        return _copy(self.module(self.names.o, ".bias", self.model.hidden_size))
 
     def gate_up(self) -> Fill:
         return self._gate_up(".weight", self.model.hidden_size)
@@ -341,14 +325,14 @@ class _LayerFills:
         if self.model.moe is not None:
             return self._experts(
                 lambda expert: _fuse_gate_up(
-                    self.tensor(names.expert_gate + suffix, ffn, *columns, expert=expert),
-                    self.tensor(names.expert_up + suffix, ffn, *columns, expert=expert),
+                    self.module(names.expert_gate, suffix, ffn, *columns, expert=expert),
+                    self.module(names.expert_up, suffix, ffn, *columns, expert=expert),
                 )
             )
         if names.gate_up is not None:
-            return _split(self.tensor(names.gate_up + suffix, 2 * ffn, *columns), _fuse_gate_up, ffn, ffn)
+            return _split(self.module(names.gate_up, suffix, 2 * ffn, *columns), _fuse_gate_up, ffn, ffn)
         return _fuse_gate_up(
-            self.tensor(names.gate + suffix, ffn, *columns), self.tensor(names.up + suffix, ffn, *columns)
+            self.module(names.gate, suffix, ffn, *columns), self.module(names.up, suffix, ffn, *columns)
         )
 
     def down(self) -> Fill:
@@ -362,9 +346,9 @@ class _LayerFills:
         if names.experts is not None:
             return _transposed(self._all_experts("down_proj", suffix, *columns, hidden))
         if self.model.moe is None:
-            return _copy(self.tensor(names.down + suffix, hidden, *columns))
+            return _copy(self.module(names.down, suffix, hidden, *columns))
         return self._experts(
-            lambda expert: _copy(self.tensor(names.expert_down + suffix, hidden, *columns, expert=expert))
+            lambda expert: _copy(self.module(names.expert_down, suffix, hidden, *columns, expert=expert))
         )
 
     def _all_experts(self, module: str, suffix: str, *shape: int) -> Read:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.agreement import read_model
 from engine.checkpoints import open_checkpoint, read_config
 from engine.config import EngineConfig, ModelConfig
 from engine.families import load_config
@@ -168,9 +169,13 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
 
 
 def _model_config(config: ServeConfig) -> ModelConfig:
-    """The model's configuration; a directory needs nothing but its ``config.json``."""
+    """The model's configuration; a directory needs nothing but its ``config.json``, but a tied head is looked at if it is there."""
     path = Path(resolve_model(config.model))
-    return load_config(read_config(path) if path.is_dir() else open_checkpoint(path).hf_config)
+    if path.is_dir():
+        model = load_config(read_config(path))
+        if not model.tie_embeddings or not any(path.glob("*.safetensors")):
+            return model
+    return read_model(open_checkpoint(path))
 
 
 def cache(config: ServeConfig, action: str) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from engine.agreement import read_model
 from engine.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from engine.config import (
     ConfigError,
@@ -33,7 +34,6 @@ from engine.config import (
     layer_layout,
     vector_lanes,
 )
-from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.peft import Adapter, adapter_layout, open_adapter
@@ -99,7 +99,7 @@ def open_model(config: ServeConfig) -> OpenModel:
     with readable_errors():
         path = Path(resolve_model(config.model))
         checkpoint = open_checkpoint(path)
-        model = load_config(checkpoint.hf_config)
+        model = read_model(checkpoint)
         adapters = open_adapters(config, model)
         return OpenModel(path, checkpoint, model, generation_defaults(path), adapters)
 

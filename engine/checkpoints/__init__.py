@@ -35,6 +35,8 @@ class Checkpoint(Protocol):
     path: pathlib.Path
     hf_config: dict  # as config.json has it
     dequantizes: bool  # reading takes more than copying
+    # A tensor of no use is an error: the format's own reader has it so, or nothing says that the files belong together.
+    strict: bool
 
     def names(self) -> list[str]:
         """Hugging Face names of all tensors, sorted."""

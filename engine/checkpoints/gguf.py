@@ -33,6 +33,8 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 class GgufCheckpoint:
     """A ``.gguf`` file. See `engine.checkpoints.Checkpoint`."""
 
+    strict = True
+
     def __init__(self, path: pathlib.Path):
         self.path = path
         self.gguf = GgufFile(path)
@@ -152,8 +154,8 @@ class GgufCheckpoint:
             "tie_word_embeddings": "output.weight" not in gguf.tensors,
             "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": gguf.get("tokenizer.ggml.eos_token_id"),
-            "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+            "attention_bias": self._has_bias("attn_q", "attn_k", "attn_v", "attn_output"),
+            "mlp_bias": self._has_bias("ffn_gate", "ffn_up", "ffn_down"),
         }
         rotated = int(self._optional("rope.dimension_count", config["head_dim"]))
         if rotated != config["head_dim"] and not self.converted.partial:
@@ -166,6 +168,11 @@ class GgufCheckpoint:
             return {**config, **self.converted.config(self._metadata, config)}
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _has_bias(self, *modules: str) -> bool:
+        """Whether any layer has a bias of one of these; the metadata do not say."""
+        found = (LAYER.fullmatch(name) for name in self.gguf.tensors)
+        return any(match is not None and match[2] in modules and match[3] == "bias" for match in found)
 
     def _metadata(self, key: str, *default):
         """For `Architecture.config`: a value, which must be there if there is no default."""

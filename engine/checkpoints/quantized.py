@@ -44,7 +44,7 @@ class QuantizedCheckpoint:
     dequantizes = True
 
     def __init__(self, inner: SafetensorsCheckpoint):
-        self.path = inner.path
+        self.path, self.strict = inner.path, inner.strict
         self._inner = inner
         quantization = inner.hf_config["quantization_config"]
         self.hf_config = {name: value for name, value in inner.hf_config.items() if name != "quantization_config"}

@@ -69,6 +69,7 @@ class SafetensorsCheckpoint:
         self._entries: dict[str, Entry] = {}
         self._maps: dict[pathlib.Path, mmap.mmap] = {}
         shards, placed = find_shards(path)
+        self.strict = len(shards) > 1 and not placed
         for shard in shards:
             self._maps[shard], entries = read_header(shard)
             for name, entry in entries.items():

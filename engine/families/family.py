@@ -45,19 +45,22 @@ class TensorNames:
     experts: str | None = None
 
 
+BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r"(.*\.)?position_ids")  # which older versions of transformers stored
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family. ``ignored`` are patterns of tensors that checkpoints carry and no field uses, such as buffers."""
+    """One family. ``ignored`` are patterns of tensors that checkpoints carry and no field uses, such as other towers."""
 
     name: str  # ModelConfig.family
     architecture: str  # in config.json's architectures
     model_type: str
     load_config: Callable[[dict], ModelConfig]
     tensors: TensorNames = TensorNames()
-    ignored: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = ()
 
     def ignores(self, tensor: str) -> bool:
-        return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+        return any(re.fullmatch(pattern, tensor) for pattern in (*BUFFERS, *self.ignored))
 
 
 class Fields:

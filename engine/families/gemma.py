@@ -69,6 +69,7 @@ def load_gemma3_vision(hf: dict) -> ModelConfig:
     eos = hf.get("eos_token_id") if text.get("eos_token_id") is None else text["eos_token_id"]
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, "eos_token_id": eos}
     known = {name: value for name, value in text.items() if value is not None}
+    known["tie_word_embeddings"] = Fields(hf).flag("tie_word_embeddings", True)  # the outer config's counts
     return dataclasses.replace(load_gemma3({**heads, **known}), family="gemma3_vision")
 
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from engine.api import Row, SamplingParams
+from engine.agreement import read_model
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig
-from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.peft import adapter_layout, open_adapter
@@ -29,7 +29,7 @@ def make_engine(
 ) -> JaxEngine:
     """An engine that compiles on first use, as `tests.xla` says; with ``optimized`` as a server does."""
     checkpoint = open_checkpoint(path)
-    model = load_config(checkpoint.hf_config)
+    model = read_model(checkpoint)
     opened = [open_adapter(folder.name, folder, model) for folder in adapters]
     config = dataclasses.replace(LAYOUT, adapters=adapter_layout(opened), **layout)
     engine = JaxEngine(model, config, jax.devices()[: config.tp])

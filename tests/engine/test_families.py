@@ -144,6 +144,10 @@ def test_gemma3_with_vision_is_its_text_model():
     )
     alone = load_config({**text, "architectures": ["Gemma3ForCausalLM"], "eos_token_id": [1, 106]})
     assert vision == dataclasses.replace(alone, family="gemma3_vision")
+    # As transformers has it, the outer config says whether the head is tied.
+    text["tie_word_embeddings"] = False
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert load_config(outer).tie_embeddings and not load_config(outer | {"tie_word_embeddings": False}).tie_embeddings
 
 
 def test_regimes_of_the_rope_that_follows_length():

@@ -11,6 +11,7 @@ from gguf import quants
 
 from engine.checkpoints import CheckpointError, open_checkpoint
 from engine.families import load_config
+from tests.engine.loader_harness import load
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 64, 96
 
@@ -67,12 +68,13 @@ def write(
     *,
     kind: Type = Type.F32,
     architecture: str = "llama",
+    blocks: int = 1,
     extra: dict[str, np.ndarray] | None = None,
     change=lambda writer: None,
 ) -> pathlib.Path:
     """A GGUF of these Hugging Face tensors; matrices stored as ``kind``, ``extra`` under its own names."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(1)
+    writer.add_block_count(blocks)
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FFN)
@@ -150,6 +152,38 @@ def test_biases_of_queries_and_keys_are_reordered_too(tmp_path):
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", weights))
     for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.k_proj.bias"):
         np.testing.assert_array_equal(checkpoint.read(name), weights[name])
+
+
+def test_biases_are_those_that_are_there(tmp_path, caplog):
+    """A GGUF does not say whether it has biases; one that is not there adds nothing, as in llama.cpp."""
+    weights = hf_weights()
+    values = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
+    weights["model.layers.0.self_attn.q_proj.bias"] = values
+    _, loaded = load(write(tmp_path / "m.gguf", weights))
+    qkv = np.asarray(loaded.layers[0].qkv_bias)[0]  # [kv_heads, queries_per_kv + 2, head_dim]
+    np.testing.assert_array_equal(qkv[:, :-2].reshape(-1), values)
+    assert not qkv[:, -2:].any() and not np.asarray(loaded.layers[0].o_bias).any()
+    (said,) = [record.getMessage() for record in caplog.records]
+    for part in ("k_proj.bias", "o_proj.bias", "v_proj.bias", str(tmp_path)):
+        assert part in said
+    output = {"blk.0.attn_output.bias": np.arange(HIDDEN, dtype=np.float32)}
+    _, loaded = load(write(tmp_path / "o.gguf", hf_weights(), extra=output))
+    np.testing.assert_array_equal(np.asarray(loaded.layers[0].o_bias)[0], np.arange(HIDDEN))
+
+
+@pytest.mark.parametrize(
+    "blocks, extra, part",
+    [
+        (1, "blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight, of layers beyond the 1"),
+        (2, "blk.0.attn_v.bias", "model.layers.1.input_layernorm.weight"),
+    ],
+)
+def test_another_number_of_layers_is_refused(tmp_path, blocks, extra, part):
+    """As llama.cpp refuses tensors that it does not use, and ones that it misses."""
+    path = write(tmp_path / "m.gguf", hf_weights(), blocks=blocks, extra={extra: np.zeros(16, np.float32)})
+    with pytest.raises(CheckpointError, match=part) as caught:
+        load(path)
+    assert "num_hidden_layers" in str(caught.value) and str(path) in str(caught.value)
 
 
 def test_qwen2_keeps_its_rows(tmp_path):
