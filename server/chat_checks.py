@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.checks import ANY_OBJECT, described, grammar, json_schema, shown, string, within_depth
+from server.checks import ANY_OBJECT, MAX_GRAMMAR, described, grammar, json_schema, shown, string, within_depth
 
 MAX_TOOLS = 128
 
@@ -316,3 +316,31 @@ def _one_of(value: dict[str, Any], *keys: str) -> Any:
     if len(given) > 1:
         raise ValueError(f"has both {given[0]} and {given[1]}: give one of them")
     return value[given[0]] if given else None
+
+
+@described({"anyOf": [{"type": "string", "maxLength": MAX_GRAMMAR}, response_format.schema]})  # type: ignore[attr-defined]
+def any_grammar(value: Any) -> tuple[str, str] | None:
+    """llama-server's ``grammar``, of which an empty one is none; or TGI's, which says its type as ``response_format`` does."""
+    if isinstance(value, dict):
+        return response_format(value)
+    return None if value == "" else ("guided_grammar", grammar(value))
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@described({"type": "string", "enum": list(EFFORTS)})
+def reasoning_effort(value: Any) -> str:
+    """A variable of the chat template, as other servers have it; a template that does not ask for it takes no notice."""
+    if not isinstance(value, str) or value not in EFFORTS:
+        raise ValueError(f"must be one of {', '.join(EFFORTS)}")
+    return value
+
+
+@described({"type": "array", "items": {"type": "object"}})
+def documents(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """What the chat template may show to the model."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError("must be a list of objects")
+    string(json.dumps(value, ensure_ascii=False))
+    return tuple(value)

@@ -24,6 +24,7 @@ MAX_REQUEST_ID = 256  # characters
 MAX_CHOICES = 1024
 MAX_GRAMMAR = 65_536  # characters of a schema, expression or grammar: server.guided.MAX_LENGTH
 
+AS_MANY_AS_FIT = -1  # tokens
 ANY_OBJECT = '{"type": "object"}'  # the schema of any JSON object
 
 Check = Callable[[Any], Any]
@@ -232,6 +233,17 @@ def only(*allowed: Any, because: str) -> Check:
     return check
 
 
+def neutral(*allowed: Any, because: str) -> Check:
+    """A field that is not supported: only these values, which ask for nothing, may be given."""
+    accepted = " or ".join(json.dumps(value) for value in (*allowed, None))
+
+    def check(value: Any) -> None:
+        if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
+            raise ValueError(f"is not supported: {because}; only {accepted} is accepted")
+
+    return check
+
+
 @described({"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR})
 def grammar(value: Any) -> str:
     """A regular expression or grammar; whether it can be compiled is found out later."""
@@ -265,6 +277,23 @@ def choices(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+Guide = tuple[str, Any]  # the field ``guided_*`` that says the same as a field of another server, and its value
+
+
+def guide(target: str, check: Check) -> Check:
+    """A field of another server with the meaning of ``target``, one of ``guided_*``."""
+
+    @described(schema_of(check))
+    def guiding(value: Any) -> Guide:
+        return target, check(value)
+
+    return guiding
+
+
+# Of ``structured_outputs``: how JSON is to be written, and the values that say nothing.
+_JSON_STYLE = {"whitespace_pattern": (), "disable_any_whitespace": (False,), "disable_additional_properties": (False,)}
+
+
 @described({
     "type": "object",
     "properties": {
@@ -276,18 +305,21 @@ def choices(value: Any) -> tuple[str, ...]:
         "structural_tag": {"type": "null"},
     },
 })
-def structured_outputs(value: Any) -> tuple[str, Any]:
-    """vLLM's ``structured_outputs`` as the field ``guided_*`` that says the same, and its value."""
+def structured_outputs(value: Any) -> Guide:
+    """vLLM's ``structured_outputs``."""
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     if value.get("structural_tag") is not None:
-        raise ValueError("structural_tag is not supported: use tools, or grammar")
+        raise ValueError(".structural_tag is not supported: use tools, or grammar")
     any_object = value.get("json_object")
     if any_object is not None and type(any_object) is not bool:
-        raise ValueError("json_object must be true or false")
+        raise ValueError(".json_object must be true or false")
     given = [name for name in ("json", "regex", "choice", "grammar") if value.get(name) is not None]
     if len(given) + bool(any_object) != 1:
         raise ValueError("must have exactly one of json, regex, choice, grammar, json_object")
+    for name, allowed in _JSON_STYLE.items():
+        if (any_object or given == ["json"]) and value.get(name) is not None and value[name] not in allowed:
+            raise ValueError(f".{name} is not supported: use a schema, a regex or a grammar that says so")
     if any_object:
         return "guided_json", ANY_OBJECT
     (name,) = given
@@ -295,7 +327,7 @@ def structured_outputs(value: Any) -> tuple[str, Any]:
     try:
         return f"guided_{name}", check(value[name])
     except ValueError as error:
-        raise ValueError(f"{name} {error}") from None
+        raise ValueError(f".{name} {error}") from None
 
 
 @described({
@@ -307,8 +339,21 @@ def stream_options(value: Any) -> bool:
         raise ValueError("must be an object")
     include = value.get("include_usage")
     if include is not None and type(include) is not bool:
-        raise ValueError("include_usage must be true or false")
+        raise ValueError(".include_usage must be true or false")
+    if value.get("continuous_usage_stats") not in (None, False):
+        raise ValueError(".continuous_usage_stats is not supported: usage comes last, with include_usage")
     return bool(include)
+
+
+def token_limit(low: int) -> Check:
+    """llama-server's ``n_predict``: a number of tokens, or -1 for as many as fit (`AS_MANY_AS_FIT`)."""
+    inner = integer(low, INT32_MAX)
+
+    @described({"type": "integer", "minimum": AS_MANY_AS_FIT, "maximum": INT32_MAX})
+    def check(value: Any) -> int:
+        return value if value == AS_MANY_AS_FIT and type(value) is int else inner(value)
+
+    return check
 
 
 def within_depth(value: Any, limit: int) -> bool:

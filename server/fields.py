@@ -6,8 +6,9 @@ most mistakes are answered without bothering an orchestrator, and the orchestrat
 since anyone may send one. What depends on the model follows in ``server/validation.py``.
 
 The rules: `None` is the same as absent; a bool is no number; a number with a fraction (or written as one) is no
-integer; NaN and infinity are no numbers; nothing is clamped; every error names the field and what is allowed. Fields
-that no table knows are ignored, and logged once per name.
+integer; NaN and infinity are no numbers; nothing is clamped; every error names the field and what is allowed. Fields of
+other servers that would change the answer are refused (``server/peer_fields.py``); fields that no table knows are ignored, and
+logged once per name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from server import chat_checks, checks
+from server import chat_checks, checks, peer_fields
 from server.chat_checks import ToolName
 from server.checks import Check
 from server.errors import InvalidRequest, ModelNotFound
@@ -63,6 +64,9 @@ class RequestFields:
     skip_special_tokens: bool = True  # the text leaves control tokens out
     add_special_tokens: bool | None = None  # BOS comes first; None: before a text prompt, and where a template has it
     # of HTTP only
+    shown_prompt_logprobs: int | None = None  # what the answer has as such; prompt_logprobs may be of echo
+    include_stop: bool = False  # the text ends with the stop string that ended it
+    as_many_as_fit: bool = False  # asked for, where max_tokens is absent
     guide_field: str | None = None  # what the client called its guide, where that is another name
     stream: bool = False
     include_usage: bool = False
@@ -88,7 +92,7 @@ Table = dict[str, Field]  # never changed
 
 
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
-GUIDE_SPELLINGS = ("structured_outputs", "response_format")  # which become one of those
+GUIDE_SPELLINGS = ("structured_outputs", "response_format", "grammar", "json_schema", "regex", "ebnf")  # which become one of those
 
 SAMPLING: Table = {
     "temperature": Field("temperature", checks.number(0, 1e6)),
@@ -117,7 +121,16 @@ SAMPLING: Table = {
 _HTTP: Table = SAMPLING | {
     "structured_outputs": Field("structured_outputs", checks.structured_outputs),
     "response_format": Field("response_format", chat_checks.response_format),
+    "grammar": Field("grammar", chat_checks.any_grammar),
+    "json_schema": Field("json_schema", checks.guide("guided_json", checks.json_schema)),
+    "regex": Field("regex", checks.guide("guided_regex", checks.grammar)),
+    "ebnf": Field("ebnf", checks.guide("guided_grammar", checks.grammar)),
     "max_tokens": Field("max_tokens", checks.integer(0, checks.INT32_MAX)),
+    "max_completion_tokens": Field("max_tokens", checks.integer(0, checks.INT32_MAX)),
+    "n_predict": Field("max_tokens", checks.token_limit(0)),
+    "best_of": Field("best_of", checks.integer(1, checks.MAX_SAMPLES)),
+    "include_stop_str_in_output": Field("include_stop", checks.boolean),
+    "no_stop_trim": Field("include_stop", checks.boolean),
     "stream": Field("stream", checks.boolean),
     "user": Field("", checks.string),
 }
@@ -132,14 +145,15 @@ GENERATE: Table = _HTTP | {
     "parse_special": Field("parse_special", checks.boolean),
     "n": Field("n", checks.only(1, because="must be 1 on /generate; /v1/completions takes more")),
     "logprobs": Field("", checks.only(because="is not available on /generate; use /v1/completions")),
+    "prompt_logprobs": Field("", checks.only(because="is not available on /generate; use /v1/completions")),
 }
 
 COMPLETIONS: Table = _OPENAI | {
     "prompt": Field("prompt", checks.prompts),
     "parse_special": Field("parse_special", checks.boolean),
     "logprobs": Field("logprobs", checks.integer(0, checks.MAX_COMPLETION_LOGPROBS)),
+    "prompt_logprobs": Field("shown_prompt_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
     "echo": Field("echo", checks.boolean),
-    "best_of": Field("best_of", checks.integer(1, checks.MAX_SAMPLES)),
     "suffix": Field("", checks.only("", because="is not supported: the model continues text, it does not insert")),
 }
 
@@ -147,9 +161,11 @@ CHAT: Table = _OPENAI | {
     "messages": Field("messages", chat_checks.chat_messages),
     "parse_special": Field("", checks.only(False, because="must be false: what messages spell stays text")),
     "max_tokens": Field("max_tokens", checks.integer(1, checks.INT32_MAX)),
-    "max_completion_tokens": Field("max_completion_tokens", checks.integer(1, checks.INT32_MAX)),
+    "max_completion_tokens": Field("max_tokens", checks.integer(1, checks.INT32_MAX)),
+    "n_predict": Field("max_tokens", checks.token_limit(1)),
     "logprobs": Field("logprobs", checks.boolean),
     "top_logprobs": Field("top_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
+    "prompt_logprobs": Field("shown_prompt_logprobs", checks.integer(0, checks.MAX_TOP_LOGPROBS)),
     "tools": Field("tools", chat_checks.tools),
     "tool_choice": Field("tool_choice", chat_checks.tool_choice),
     "parallel_tool_calls": Field("parallel_tool_calls", checks.boolean),
@@ -158,6 +174,8 @@ CHAT: Table = _OPENAI | {
     "continue_final_message": Field("continue_final_message", checks.boolean),
     "add_generation_prompt": Field("add_generation_prompt", checks.boolean),
     "chat_template_kwargs": Field("chat_template_kwargs", checks.json_object),
+    "reasoning_effort": Field("reasoning_effort", chat_checks.reasoning_effort),
+    "documents": Field("documents", chat_checks.documents),
 }
 
 GRPC: Table = SAMPLING | {
@@ -211,8 +229,9 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
     Raises:
         InvalidRequest: a field is not allowed, or fields contradict each other; ``param`` is its name.
     """
-    values = checked(body, table)
+    values = checked(body, table, {} if table is GRPC else peer_fields.FIELDS)
     _combine_guides(values)
+    _combine_counts(values)
     if table is COMPLETIONS:
         _combine_completions(values)
     elif table is CHAT:
@@ -221,6 +240,8 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
         _require(values, "prompt")
     elif values.get("prompt_only") and values.get("max_tokens"):
         raise InvalidRequest(f"max_tokens must be 0 with prompt_only, not {values['max_tokens']}", param="max_tokens")
+    if values.get("shown_prompt_logprobs") is not None and values.get("stream"):
+        raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
     return RequestFields(**values)
@@ -238,21 +259,28 @@ def check_model_name(asked: str | None, served: str, adapters: Collection[str] =
         raise ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {names} {verb} served", param="model")
 
 
-def checked(body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def checked(body: Mapping[str, Any], table: Table, others: Mapping[str, Check] | None = None) -> dict[str, Any]:
     """The fields that are given, each checked by itself, under the names they have in `RequestFields`.
+
+    ``others`` are checks of fields that become nothing. What neither has is ignored.
 
     Raises:
         InvalidRequest: a field is not allowed; ``param`` is its name.
     """
     values: dict[str, Any] = {}
+    named: dict[str, str] = {}  # what the client called each
     for name, value in body.items():
         field = table.get(name)
+        if field is None and others and name in others:
+            field = Field("", others[name])
         if field is None:
             _log_unknown(name)
         elif value is not None:
             found = _checked(name, value, field.check)
             if field.target and found is not None:
-                values[field.target] = found
+                first = named.setdefault(field.target, name)
+                if values.setdefault(field.target, found) != found:
+                    raise InvalidRequest(f"{first} and {name} differ: give one of them", param=name)
     return values
 
 
@@ -265,28 +293,47 @@ def _checked(name: str, value: Any, check: Check) -> Any:
         raise InvalidRequest(f"{name}{'' if said[:1] in '[.' else ' '}{said}{shown}", param=name) from None
 
 
+def _combine_counts(values: dict[str, Any]) -> None:
+    n, best_of = values.get("n", 1), values.pop("best_of", None)
+    if best_of is not None and best_of != n:
+        raise InvalidRequest(f"best_of must equal n, {n}, not {best_of}: all samples are answered", param="best_of")
+    if values.get("max_tokens") == checks.AS_MANY_AS_FIT:
+        del values["max_tokens"]
+        values["as_many_as_fit"] = True
+    if values.get("include_stop") and values.get("stop_token_ids"):
+        raise InvalidRequest(
+            "include_stop_str_in_output is about stop strings, and excludes stop_token_ids", param="include_stop_str_in_output"
+        )
+
+
 def _combine_completions(values: dict[str, Any]) -> None:
     _require(values, "prompt")
-    best_of = values.pop("best_of", None)
-    if best_of is not None and best_of != values.get("n", 1):
-        raise InvalidRequest(f"best_of must equal n, {values.get('n', 1)}, not {best_of}", param="best_of")
-    if values.get("echo") and "logprobs" in values:
-        values["prompt_logprobs"] = values["logprobs"]
+    asked = [values.get("shown_prompt_logprobs"), values.get("logprobs") if values.get("echo") else None]
+    if asked != [None, None]:
+        values["prompt_logprobs"] = max(count for count in asked if count is not None)
 
 
 def _combine_chat(values: dict[str, Any]) -> None:
     _require(values, "messages")
-    limit = values.pop("max_completion_tokens", None)
-    if limit is not None and values.setdefault("max_tokens", limit) != limit:
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens differ: give one of them", param="max_completion_tokens"
-        )
+    if "shown_prompt_logprobs" in values:
+        values["prompt_logprobs"] = values["shown_prompt_logprobs"]
+    _combine_variables(values)
     top = values.pop("top_logprobs", None)
     if values.pop("logprobs", False):
         values["logprobs"] = top or 0
     elif top:
         raise InvalidRequest("top_logprobs is only allowed with logprobs true", param="top_logprobs")
     check_chat(values)
+
+
+def _combine_variables(values: dict[str, Any]) -> None:
+    """Fields that are variables of the template, which ``chat_template_kwargs`` may say otherwise. ``enable_thinking`` is the one
+    by which most templates know that no effort means no thoughts."""
+    given = {name: values.pop(name) for name in ("reasoning_effort", "documents") if name in values}
+    if "reasoning_effort" in given:
+        given["enable_thinking"] = given["reasoning_effort"] != "none"
+    if given:
+        values["chat_template_kwargs"] = {**given, **values.get("chat_template_kwargs", {})}
 
 
 def check_chat(values: dict[str, Any]) -> None:

@@ -161,10 +161,13 @@ class Proxy:
         return _decode_requests(parsed), GenerateShape()
 
     async def _plan_completions(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], Shape]:
-        if parsed.max_tokens is None:
+        if parsed.max_tokens is None and not parsed.as_many_as_fit:
             parsed = dataclasses.replace(parsed, max_tokens=DEFAULT_COMPLETION_TOKENS)
         shape = CompletionShape(
-            await self._name(parsed, metadata), logprobs=parsed.logprobs, include_usage=parsed.include_usage
+            await self._name(parsed, metadata),
+            logprobs=parsed.logprobs,
+            prompt_logprobs=parsed.shown_prompt_logprobs,
+            include_usage=parsed.include_usage,
         )
         return _decode_requests(dataclasses.replace(parsed, model_defaults=True)), shape
 
@@ -180,7 +183,13 @@ class Proxy:
                 ToolParser, rendered.tool_format, names, parallel=parsed.parallel_tool_calls
             )
             parsed = _guided_by_tools(parsed, rendered.tool_grammar)
-        shape = ChatShape(name, logprobs=parsed.logprobs, include_usage=parsed.include_usage, parser=parser)
+        shape = ChatShape(
+            name,
+            logprobs=parsed.logprobs,
+            prompt_logprobs=parsed.shown_prompt_logprobs,
+            include_usage=parsed.include_usage,
+            parser=parser,
+        )
         return _decode_requests(parsed), shape
 
     async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
@@ -282,7 +291,9 @@ class Answer:
         self._generation = generation
         self._shape = shape
         self._samples = parsed.n
-        self._choices = [Choice(index) for index in range(len(generation) * parsed.n)]
+        self._choices = [
+            Choice(index, echo=parsed.echo, include_stop=parsed.include_stop) for index in range(len(generation) * parsed.n)
+        ]
         self._usage = TotalUsage()
 
     async def _read(self) -> AsyncIterator[list[Choice]]:

@@ -43,6 +43,16 @@ ABOUT = {
     "guided_grammar": "The answer keeps to this grammar (Lark or GBNF).",
     "guided_choice": "The answer is one of these texts.",
     "structured_outputs": "vLLM's spelling: exactly one of json, regex, choice, grammar, json_object.",
+    "grammar": "llama-server's spelling of guided_grammar; TGI's: an object of type and value.",
+    "json_schema": "llama-server's and SGLang's spelling of guided_json.",
+    "regex": "SGLang's spelling of guided_regex.",
+    "ebnf": "SGLang's spelling of guided_grammar.",
+    "n_predict": "llama-server's spelling of max_tokens; -1: as many as fit.",
+    "include_stop_str_in_output": "The text ends with the stop string that ended it.",
+    "no_stop_trim": "SGLang's spelling of include_stop_str_in_output.",
+    "prompt_logprobs": "Log-probs of the prompt's tokens, each with so many alternatives; not with stream.",
+    "reasoning_effort": "A variable of the model's chat template, and enable_thinking, which is false for none.",
+    "documents": "A variable of the model's chat template.",
     "stream": "Server-sent events, the last of them [DONE].",
     "stream_options": "include_usage: a last event with the usage.",
     "user": "Not used.",
@@ -117,6 +127,8 @@ def _schemas() -> Json:
             )
         ),
     )
+    prompt_logprobs = _or_null(_list(_or_null({"type": "object"})))
+    completion["properties"]["prompt_logprobs"] = prompt_logprobs
     chat = _object(
         index=integer,
         message=message,
@@ -125,6 +137,10 @@ def _schemas() -> Json:
             _object(content=_list({**token, "properties": token["properties"] | {"top_logprobs": _list(token)}}))
         ),
     )
+    chat_completion = _object(
+        object={"type": "string", "enum": ["chat.completion"]}, choices=_list(chat), usage=_ref("Usage"), **envelope
+    )
+    chat_completion["properties"]["prompt_logprobs"] = prompt_logprobs
     return {
         "GenerateRequest": _request(fields.GENERATE, "prompt"),
         "CompletionRequest": _request(fields.COMPLETIONS, "prompt"),
@@ -138,9 +154,7 @@ def _schemas() -> Json:
             usage=_ref("Usage"),
             **envelope,
         ),
-        "ChatCompletion": _object(
-            object={"type": "string", "enum": ["chat.completion"]}, choices=_list(chat), usage=_ref("Usage"), **envelope
-        ),
+        "ChatCompletion": chat_completion,
         "Usage": _object(
             prompt_tokens=integer,
             completion_tokens=integer,

@@ -25,22 +25,32 @@ def logprob_value(value: float) -> float:
 
 @dataclasses.dataclass
 class Choice:
-    """What has come of one sample. `take` hands over the new part, for a chunk."""
+    """What has come of one sample. `take` hands over the new part, for a chunk.
+
+    ``echo``: the prompt comes before the answer. ``include_stop``: the text has the stop string that ended it.
+    """
 
     index: int
     text: str = ""
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    prompt_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    echo: bool = False
+    include_stop: bool = False
 
     def add_prompt(self, prompt: DecodeResponse.Prompt) -> None:
         self.text += prompt.text
-        self.logprobs.extend(prompt.logprobs)
+        self.prompt_logprobs.extend(prompt.logprobs)
+        if self.echo:
+            self.logprobs.extend(prompt.logprobs)
 
     def add(self, sample: DecodeResponse.StreamContent.Sample) -> None:
         self.text += sample.text
         self.logprobs.extend(sample.logprobs)
         if sample.HasField("finish_reason"):
             self.finish_reason = sample.finish_reason
+        if self.include_stop:
+            self.text += sample.stop_string
 
     @property
     def empty(self) -> bool:
@@ -108,11 +118,12 @@ class _OpenAIShape(Shape):
     object: str
     chunk_object: str
 
-    def __init__(self, model: str, *, logprobs: int | None, include_usage: bool):
+    def __init__(self, model: str, *, logprobs: int | None, include_usage: bool, prompt_logprobs: int | None = None):
         self._id = self.prefix + secrets.token_hex(12)
         self._created = int(time.time())
         self._model = model
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._include_usage = include_usage
 
     def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
@@ -142,8 +153,11 @@ class CompletionShape(_OpenAIShape):
         return [] if choice.empty else [self._chunk(self._choice(choice))]
 
     def _choice(self, choice: Choice) -> Json:
-        logprobs = None if self._logprobs is None else completion_logprobs(choice.logprobs)
-        return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        logprobs = None if self._logprobs is None else completion_logprobs(choice.logprobs, self._logprobs)
+        made = {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        if self._prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._prompt_logprobs)
+        return made
 
 
 class ChatShape(_OpenAIShape):
@@ -152,11 +166,23 @@ class ChatShape(_OpenAIShape):
     prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, *, logprobs: int | None, include_usage: bool, parser: Callable[[], ToolParser] | None = None
+        self,
+        model: str,
+        *,
+        logprobs: int | None,
+        include_usage: bool,
+        prompt_logprobs: int | None = None,
+        parser: Callable[[], ToolParser] | None = None,
     ):
-        super().__init__(model, logprobs=logprobs, include_usage=include_usage)
+        super().__init__(model, logprobs=logprobs, include_usage=include_usage, prompt_logprobs=prompt_logprobs)
         self._make_parser = parser
         self._parsers: dict[int, ToolParser] = {}
+
+    def whole(self, choices: Sequence[Choice], usage: TotalUsage) -> Json:
+        made = super().whole(choices, usage)
+        if self._prompt_logprobs is not None:
+            made["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self._prompt_logprobs)
+        return made
 
     def first_chunks(self, choices: Iterable[Choice]) -> list[Json]:
         return [self._delta(choice.index, {"role": "assistant", "content": ""}) for choice in choices]
@@ -229,8 +255,8 @@ def _whole_calls(pieces: Iterable[CallPiece]) -> list[Json]:
     return calls
 
 
-def completion_logprobs(tokens: Iterable[TokenLogprob]) -> Json:
-    """The log-probs object of completions: parallel lists; the alternatives of a token always include the token
+def completion_logprobs(tokens: Iterable[TokenLogprob], limit: int) -> Json:
+    """The log-probs object of completions: parallel lists; the at most ``limit`` alternatives of a token always include the token
     itself."""
     result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
@@ -241,11 +267,30 @@ def completion_logprobs(tokens: Iterable[TokenLogprob]) -> Json:
             result["top_logprobs"].append(None)
             continue
         top: dict[str, float] = {}
-        for other in token.alternatives:
+        for other in token.alternatives[:limit]:
             top.setdefault(other.text, logprob_value(other.logprob))  # of two with the same text the more probable one
         top.setdefault(token.text, logprob_value(token.logprob))
         result["token_logprobs"].append(logprob_value(token.logprob))
         result["top_logprobs"].append(top)
+    return result
+
+
+def prompt_logprobs(tokens: Iterable[TokenLogprob], limit: int) -> list[Json | None]:
+    """vLLM's ``prompt_logprobs``: by token id, the prompt's own token and the ``limit`` most probable ones. ``rank`` is 1 for the
+    most probable; `None`: the token is not among those that were reported."""
+    result: list[Json | None] = []
+    for token in tokens:
+        if not token.HasField("logprob"):  # the first
+            result.append(None)
+            continue
+        ranks = {other.token_id: rank for rank, other in enumerate(token.alternatives, 1)}
+        entries: Json = {}
+        for one in (token, *token.alternatives[:limit]):
+            entries.setdefault(
+                str(one.token_id),
+                {"logprob": logprob_value(one.logprob), "rank": ranks.get(one.token_id), "decoded_token": one.text},
+            )
+        result.append(entries)
     return result
 
 

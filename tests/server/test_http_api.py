@@ -133,6 +133,27 @@ def test_scoring_a_prompt(api):
     assert answer.usage.completion_tokens == 0
 
 
+def test_log_probs_of_the_prompt_as_vllm_has_them(http):
+    body = {"prompt": "pqs", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    first, p, q, s = choice["prompt_logprobs"]
+    assert (choice["text"], choice["logprobs"], first) == ("t", None, None)
+    ids = {character: str(ord(character)) for character in "pqrs"}
+    assert q == {ids["q"]: {"logprob": pytest.approx(0, abs=1e-4), "rank": 1, "decoded_token": "q"}}
+    assert s == {
+        ids["s"]: {"logprob": pytest.approx(math.log(0.3), abs=1e-4), "rank": None, "decoded_token": "s"},
+        ids["r"]: {"logprob": pytest.approx(math.log(0.5), abs=1e-4), "rank": 1, "decoded_token": "r"},
+    }
+    more = http.post("/v1/completions", json=body | {"prompt_logprobs": 3, "echo": True, "logprobs": 1}).json()["choices"][0]
+    assert [entry["rank"] for entry in more["prompt_logprobs"][3].values()] == [2, 1, 3]  # s, r, t
+    assert more["text"] == "pqst" and set(more["logprobs"]["top_logprobs"][3]) == {"r", "s"}  # of logprobs, and the token itself
+    chat = http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1, "n": 2, "prompt_logprobs": 0}).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in chat["prompt_logprobs"][1:])
+    refused = http.post("/v1/completions", json=body | {"stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_offsets_within_a_character(api):
     answer = api.completions.create(model=NAME, prompt=[0xC3, 0xA9, 0x61], max_tokens=1, echo=True, logprobs=0)
     assert answer.choices[0].text == "éab"
@@ -192,6 +213,25 @@ def test_streamed_completion_equals_the_whole(http):
 def test_stop_strings(api):
     answer = api.completions.create(model=NAME, prompt="a", max_tokens=20, stop=["fg", "zz"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("bcde", "stop")
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_string_may_be_shown(http, name):
+    body = {"prompt": "a", "max_tokens": 20, "stop": ["fg", "zz"], name: True}
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (whole["text"], whole["finish_reason"]) == ("bcdefg", "stop")
+    chunks = events(http.post("/v1/completions", json=body | {"stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "bcdefg"
+    assert http.post("/generate", json=body).json() == {"response": "bcdefg"}
+    assert http.post("/generate", json=body | {"stop": ["?"], "max_tokens": 2}).json() == {"response": "bc"}
+    chat = {"messages": CHAT, "max_tokens": 9, "stop": "$", name: True}
+    assert http.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"] == '!"#$'
+
+
+def test_as_many_as_fit(http):
+    body = {"prompt": "0", "n_predict": -1, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == MAX_LEN - len("0") - 1
+    assert http.post("/v1/completions", json=body | {"n_predict": 3}).json()["usage"]["completion_tokens"] == 3
 
 
 def test_stop_tokens_and_min_tokens(api):

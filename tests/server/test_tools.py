@@ -697,7 +697,7 @@ def test_guided_fields_on_every_route(hermes):
     for options, message in [
         ({"guided_regex": "("}, "guided_regex cannot be compiled"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs cannot be compiled"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs structural_tag is not supported"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag is not supported"),
     ]:
         refused = hermes.http.post("/generate", json={"prompt": "x", **options})
         (field,) = options
