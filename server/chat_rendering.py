@@ -13,7 +13,7 @@ from server import chat_checks
 from server.errors import InvalidRequest
 from server.tokenizers import Tokenizer
 from server.tokenizers.chat import unmark
-from server.tools import ToolWriter, tool_writer
+from server.tool_forms import ToolForm, tool_form
 
 _NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")  # what Mistral's templates refuse calls for
 
@@ -44,12 +44,12 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
     tools = None
     if request.HasField("tools"):
         tools = _tools(request)
-        writer = _writer(tokenizer)
+        form = _form(tokenizer)
         callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
         parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
-        answer.tool_format = writer.format
+        answer.tool_format = form.name
         try:
-            grammar = writer.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
+            grammar = form.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"tools cannot be compiled: {error}", param="tools") from None
         if grammar is not None:
@@ -101,14 +101,14 @@ def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], .
     return tools
 
 
-def _writer(tokenizer: Tokenizer) -> ToolWriter:
+def _form(tokenizer: Tokenizer) -> ToolForm:
     assert tokenizer.chat_template is not None
-    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
-    if writer is None:
+    form = tool_form(tokenizer, tokenizer.chat_template.sources)
+    if form is None:
         raise InvalidRequest(
             "tools cannot be shown to this model: its chat template does not know any; leave them out", param="tools"
         )
-    return writer
+    return form
 
 
 def _json(text: str, param: str, kind: type) -> Any:

@@ -33,7 +33,7 @@ from server.metrics import Metrics, Outcome
 from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink, Waker
 from server.tokenizers import Tokenizer
-from server.tools import control_markers
+from server.tool_forms import control_markers
 from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)

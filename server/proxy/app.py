@@ -36,8 +36,8 @@ from server.proxy.http import (
 from server.proxy.metrics import merge
 from server.proxy.shapes import ChatShape, Choice, CompletionShape, GenerateShape, Json, Shape, TotalUsage
 from server.proxy.tokenization import detokenize_answer, detokenize_requests, tokenize_answer, tokenize_request
-from server.proxy.tool_parser import ToolParser
 from server.proxy.upstreams import RETRY_UNREACHABLE, Generation, Metadata, Upstreams
+from server.tool_forms import FORMS
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 PAGE = Path(__file__).with_name("page.html")
@@ -179,9 +179,8 @@ class Proxy:
         parser = None
         if tools:
             names = [tool["function"]["name"] for tool in tools]
-            parser = functools.partial(
-                ToolParser, rendered.tool_format, names, parallel=parsed.parallel_tool_calls
-            )
+            form = FORMS[rendered.tool_format]
+            parser = functools.partial(form.parser, names, parallel=parsed.parallel_tool_calls)
             parsed = _guided_by_tools(parsed, rendered.tool_grammar)
         shape = ChatShape(
             name,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from protos.orchestrator_pb2 import DecodeResponse, TokenLogprob
-from server.proxy.tool_parser import CallPiece, Parsed, ToolParser
+from server.tool_forms import CallPiece, Parsed, ToolParser
 
 Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have

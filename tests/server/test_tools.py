@@ -23,12 +23,12 @@ from server.chat_rendering import render_chat
 from server.client import Client
 from server.errors import InvalidRequest
 from server.guided import Guides
-from server.proxy.tool_parser import ToolParser
 from server.tokenizers import ByteTokenizer, ChatTemplate
 from server.tokenizers.special import SpecialToken, SpecialTokens
-from server.tools import HERMES, JSON, MISTRAL, MISTRAL_ARGS, ToolWriter, tool_writer
+from server.tool_forms import FORMS, tool_form
 
 EOS = 257
+HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS = "hermes", "llama3", "mistral", "mistral-args"
 WEATHER = {
     "type": "function",
     "function": {
@@ -59,7 +59,7 @@ def joined(pieces):
 
 
 def parse(format, parts, **options):
-    parser = ToolParser(format, NAMES, **options)
+    parser = FORMS[format].parser(NAMES, **options)
     return joined([*(parser.push(part) for part in parts), parser.finish()])
 
 
@@ -107,20 +107,20 @@ CASES = [
     (MISTRAL_ARGS, "[TOOL_CALLS]get[CALL_ID]?[ARGS]{}", "[TOOL_CALLS]get[CALL_ID]?[ARGS]{}", []),
     (MISTRAL_ARGS, "[TOOL_CALLS]get[CALL_ID]x", "[TOOL_CALLS]get[CALL_ID]x", []),
     (MISTRAL_ARGS, "[TOOL_CALLS]get_wea", "[TOOL_CALLS]get_wea", []),
-    (JSON, LLAMA, "", [WANT]),
-    (JSON, CALL, "", [WANT]),
-    (JSON, f" <|python_tag|>{LLAMA}", "", [WANT]),
-    (JSON, f"{LLAMA}; {LLAMA}", "", [WANT, WANT]),
-    (JSON, f"<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}", "", [WANT, WANT]),
-    (JSON, '{"type": "function", "name": "get", "parameters": {}}', "", [("get", "{}")]),
-    (JSON, '<|python_tag|>{"parameters": {}, "name": "get"}', "", [("get", "{}")]),
-    (JSON, '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
-    (JSON, '{"name": "get", "age": 5}', '{"name": "get", "age": 5}', []),
-    (JSON, f"The call is {LLAMA}", f"The call is {LLAMA}", []),
-    (JSON, "<|python_tag|>print(5)", "<|python_tag|>print(5)", []),
-    (JSON, f"{LLAMA} and so on", " and so on", [WANT]),
-    (JSON, " \n ", " \n ", []),
-    (JSON, "", "", []),
+    (LLAMA3, LLAMA, "", [WANT]),
+    (LLAMA3, CALL, "", [WANT]),
+    (LLAMA3, f" <|python_tag|>{LLAMA}", "", [WANT]),
+    (LLAMA3, f"{LLAMA}; {LLAMA}", "", [WANT, WANT]),
+    (LLAMA3, f"<|python_tag|>{LLAMA}<|python_tag|>{LLAMA}", "", [WANT, WANT]),
+    (LLAMA3, '{"type": "function", "name": "get", "parameters": {}}', "", [("get", "{}")]),
+    (LLAMA3, '<|python_tag|>{"parameters": {}, "name": "get"}', "", [("get", "{}")]),
+    (LLAMA3, '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
+    (LLAMA3, '{"name": "get", "age": 5}', '{"name": "get", "age": 5}', []),
+    (LLAMA3, f"The call is {LLAMA}", f"The call is {LLAMA}", []),
+    (LLAMA3, "<|python_tag|>print(5)", "<|python_tag|>print(5)", []),
+    (LLAMA3, f"{LLAMA} and so on", " and so on", [WANT]),
+    (LLAMA3, " \n ", " \n ", []),
+    (LLAMA3, "", "", []),
 ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_calls_in_a_text(format, text, content, calls):
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(
-    format=st.sampled_from([HERMES, MISTRAL, MISTRAL_ARGS, JSON]),
+    format=st.sampled_from([HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3]),
     parts=st.lists(
         st.sampled_from([
             "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", ",", ";", " ", "\n", "x", "{",
@@ -158,9 +158,9 @@ def test_without_parallel_calls_only_the_first_counts():
 
 
 def test_mistrals_ids_have_nine_letters_and_digits():
-    first, second = (ToolParser(MISTRAL, NAMES).push(f"[TOOL_CALLS][{CALL}]").pieces[0].id for _ in range(2))
+    first, second = (FORMS[MISTRAL].parser(NAMES).push(f"[TOOL_CALLS][{CALL}]").pieces[0].id for _ in range(2))
     assert len(first) == 9 and first.isalnum() and first != second
-    named = ToolParser(MISTRAL_ARGS, NAMES).push("[TOOL_CALLS]get[CALL_ID]a1B2c3D4e[ARGS]{}").pieces[0]
+    named = FORMS[MISTRAL_ARGS].parser(NAMES).push("[TOOL_CALLS]get[CALL_ID]a1B2c3D4e[ARGS]{}").pieces[0]
     assert (named.id, named.name) == ("a1B2c3D4e", "get")  # the model's own
 
 
@@ -199,20 +199,20 @@ class Tokenizer(ByteTokenizer):
         (HERMES_TEMPLATE, HERMES),
         (MISTRAL_TEMPLATE, MISTRAL),
         (ARGS_TEMPLATE, MISTRAL_ARGS),
-        (LLAMA_TEMPLATE, JSON),
+        (LLAMA_TEMPLATE, LLAMA3),
         ("{{ messages }}", None),
     ],
 )
 def test_the_template_tells_the_format(template, format):
-    writer = tool_writer(ByteTokenizer(), {"default": template})
-    assert (writer and writer.format) == format
-    assert tool_writer(ByteTokenizer(), {"default": "x", "tool_use": HERMES_TEMPLATE}).format == HERMES
+    form = tool_form(ByteTokenizer(), {"default": template})
+    assert (form and form.name) == format
+    assert tool_form(ByteTokenizer(), {"default": "x", "tool_use": HERMES_TEMPLATE}).name == HERMES
 
 
-def accepts(writer, tools, text, *, tokenizer=None, **options):
+def accepts(form, tools, text, *, tokenizer=None, **options):
     """Whether a whole text is allowed by the grammar of calls."""
     guides = Guides(tokenizer or ByteTokenizer(), (EOS,), 320)
-    grammar = f"start: tool_calls\n{writer.grammar(tools, **({'parallel': True} | options))}"
+    grammar = f"start: tool_calls\n{form.grammar(tools, **({'parallel': True} | options))}"
     matcher = guides.compile("guided_grammar", grammar).matcher()
     try:
         for token in text if isinstance(text, list) else text.encode():
@@ -229,37 +229,37 @@ def accepts(writer, tools, text, *, tokenizer=None, **options):
     [
         (HERMES, "<tool_call>\n%s\n</tool_call>", "<tool_call>\n%s\n</tool_call>\n<tool_call>\n%s\n</tool_call>"),
         (MISTRAL, "[TOOL_CALLS][%s]", "[TOOL_CALLS][%s, %s]"),
-        (JSON, "%s", None),
+        (LLAMA3, "%s", None),
     ],
 )
 def test_grammars_allow_calls_of_the_tools_only(format, one, two):
-    writer = ToolWriter(format, {})
-    key = "parameters" if format == JSON else "arguments"
+    form = FORMS[format]({})
+    key = "parameters" if format == LLAMA3 else "arguments"
     good = f'{{"name": "get_weather", "{key}": {{"city": "Oslo"}}}}'
-    assert accepts(writer, [WEATHER, TIME], one % good)
-    assert accepts(writer, [WEATHER, TIME], one % f'{{"name": "time", "{key}": {{}}}}')
-    assert not accepts(writer, [TIME], one % good)
-    assert not accepts(writer, [WEATHER], one % f'{{"name": "get_weather", "{key}": {{"town": "Oslo"}}}}')
-    assert not accepts(writer, [WEATHER], "Sorry")
+    assert accepts(form, [WEATHER, TIME], one % good)
+    assert accepts(form, [WEATHER, TIME], one % f'{{"name": "time", "{key}": {{}}}}')
+    assert not accepts(form, [TIME], one % good)
+    assert not accepts(form, [WEATHER], one % f'{{"name": "get_weather", "{key}": {{"town": "Oslo"}}}}')
+    assert not accepts(form, [WEATHER], "Sorry")
     if two:
-        assert accepts(writer, [WEATHER], two % (good, good))
-        assert not accepts(writer, [WEATHER], two % (good, good), parallel=False)
+        assert accepts(form, [WEATHER], two % (good, good))
+        assert not accepts(form, [WEATHER], two % (good, good), parallel=False)
 
 
 ARGS_OF = "[TOOL_CALLS]%s[ARGS]%s"
 
 
 def test_the_grammar_of_calls_that_begin_with_their_name():
-    writer = ToolWriter(MISTRAL_ARGS, {})
+    form = FORMS[MISTRAL_ARGS]({})
     good = ARGS_OF % ("get_weather", '{"city": "Oslo"}')
-    assert accepts(writer, [WEATHER, TIME], good) and accepts(writer, [TIME], ARGS_OF % ("time", "{}"))
-    assert not accepts(writer, [TIME], good) and not accepts(writer, [WEATHER], ARGS_OF % ("get_weather", "{}"))
-    assert accepts(writer, [WEATHER], good + good) and not accepts(writer, [WEATHER], good + good, parallel=False)
+    assert accepts(form, [WEATHER, TIME], good) and accepts(form, [TIME], ARGS_OF % ("time", "{}"))
+    assert not accepts(form, [TIME], good) and not accepts(form, [WEATHER], ARGS_OF % ("get_weather", "{}"))
+    assert accepts(form, [WEATHER], good + good) and not accepts(form, [WEATHER], good + good, parallel=False)
     tokenizer = Tokenizer(ARGS_TEMPLATE + "[CALL_ID]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    form = tool_form(tokenizer, tokenizer.chat_template.sources)
     text = [259, *b"time", 261, *b"a1B2c3D4e", 260, *b"{}"]
-    assert accepts(writer, [TIME], text, tokenizer=tokenizer)
-    assert not accepts(writer, [TIME], [259, *b"time", 260, *b"{}"], tokenizer=tokenizer)  # its calls have ids
+    assert accepts(form, [TIME], text, tokenizer=tokenizer)
+    assert not accepts(form, [TIME], [259, *b"time", 260, *b"{}"], tokenizer=tokenizer)  # its calls have ids
 
 
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
@@ -269,9 +269,9 @@ OPTIONAL = [
     (HERMES, "<tool_call>%s</tool_call>", "arguments"),
     (MISTRAL, "[TOOL_CALLS][%s]", "arguments"),
     (MISTRAL_ARGS, "", ""),
-    (JSON, "%s", "parameters"),
-    (JSON, "%s", "arguments"),
-    (JSON, " <|python_tag|>%s", "parameters"),
+    (LLAMA3, "%s", "parameters"),
+    (LLAMA3, "%s", "arguments"),
+    (LLAMA3, " <|python_tag|>%s", "parameters"),
 ]
 
 
@@ -283,14 +283,14 @@ def test_where_calls_are_optional_text_is_free_and_a_strict_tool_is_called_right
         return around % f'{{"name": "{name}", "{key}": {arguments}}}'
 
     def allows(text, **options):
-        return accepts(ToolWriter(format, {}), [STRICT, LOOSE], text, optional=True, **options)
+        return accepts(FORMS[format]({}), [STRICT, LOOSE], text, optional=True, **options)
 
     good, bad = call("get_weather", '{"city": "Oslo"}'), call("get_weather", '{"town": "Oslo"}')
     assert all(allows(text) for text in ("", "It rains.", '{"name": "Bob", "age": 5}', "[5]", "< tool_call>", "[ARGS]"))
     assert allows(good) and not allows(bad) and not allows(call("get_weather", "5"))
     assert allows(call("loose", '{"town": "Oslo"}')) and not allows(call("loose", "5"))
     assert not allows(good + " and so on")
-    if format != JSON:  # there a call is all there is
+    if format != LLAMA3:  # there a call is all there is
         assert allows("Let me see.\n" + good) and not allows("Let me see.\n" + bad)
         assert not allows(call("rm", "{}"))
         several = good[:-1] + ", " + good[len("[TOOL_CALLS][") :] if format == MISTRAL else None
@@ -298,30 +298,30 @@ def test_where_calls_are_optional_text_is_free_and_a_strict_tool_is_called_right
         assert allows(several) and not allows(several, parallel=False)
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, JSON])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3])
 def test_optional_calls_keep_to_nothing_unless_a_tool_is_strict_or_one_call_is_the_most(format):
-    writer = ToolWriter(format, {})
-    assert writer.grammar([WEATHER, TIME], parallel=True, optional=True) is None
-    assert writer.grammar([WEATHER, TIME], parallel=False, optional=True) is not None
-    assert writer.grammar([STRICT, TIME], parallel=True, optional=True) is not None
+    form = FORMS[format]({})
+    assert form.grammar([WEATHER, TIME], parallel=True, optional=True) is None
+    assert form.grammar([WEATHER, TIME], parallel=False, optional=True) is not None
+    assert form.grammar([STRICT, TIME], parallel=True, optional=True) is not None
 
 
 def test_control_tokens_that_mark_optional_calls():
     tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
-    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    form = tool_form(tokenizer, tokenizer.chat_template.sources)
     calls = [259, *b'[{"name": "get_weather", "arguments": {"city": "a"}}]']
     options = {"tokenizer": tokenizer, "optional": True}
-    assert accepts(writer, [STRICT], [*b"Well: ", *calls], **options) and accepts(writer, [STRICT], "No", **options)
-    assert not accepts(writer, [STRICT], [*calls[:-3], *b"5}]"], **options)
+    assert accepts(form, [STRICT], [*b"Well: ", *calls], **options) and accepts(form, [STRICT], "No", **options)
+    assert not accepts(form, [STRICT], [*calls[:-3], *b"5}]"], **options)
     llama = Tokenizer(LLAMA_TEMPLATE, "<|python_tag|>")
-    writer = tool_writer(llama, llama.chat_template.sources)
+    form = tool_form(llama, llama.chat_template.sources)
     call = list(b'{"name": "get_weather", "parameters": {"city": "a"}}')
     options["tokenizer"] = llama
-    assert accepts(writer, [STRICT], call, **options) and accepts(writer, [STRICT], [259, *call], **options)
-    assert not accepts(writer, [STRICT], [259, *b"print()"], **options)
+    assert accepts(form, [STRICT], call, **options) and accepts(form, [STRICT], [259, *call], **options)
+    assert not accepts(form, [STRICT], [259, *b"print()"], **options)
 
 
-@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, JSON])
+@pytest.mark.parametrize("format", [HERMES, MISTRAL, MISTRAL_ARGS, LLAMA3])
 @pytest.mark.parametrize("optional", [False, True])
 def test_arguments_are_those_that_are_listed(format, optional):
     parameters = {"type": "object", "properties": {"x": {"type": "object", "properties": {"y": {"type": "integer"}}}}}
@@ -329,12 +329,12 @@ def test_arguments_are_those_that_are_listed(format, optional):
         HERMES: '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
         MISTRAL: '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
         MISTRAL_ARGS: "[TOOL_CALLS]f[ARGS]%s",
-        JSON: '{"name": "f", "parameters": %s}',
+        LLAMA3: '{"name": "f", "parameters": %s}',
     }[format]
 
     def allows(arguments, parameters=parameters):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": optional}}
-        return accepts(ToolWriter(format, {}), [tool], form % arguments, optional=optional)
+        return accepts(FORMS[format]({}), [tool], form % arguments, optional=optional)
 
     assert allows('{"x": {"y": 1}}') and allows('{\n  "x": {}\n}')
     assert not any(map(allows, ('{"z": 1}', '{"x": {"y": 1, "z": 1}}', '{"x":  {}}')))
@@ -345,17 +345,17 @@ def test_references_inside_a_tools_schema_still_hold():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
     parameters = {"$ref": "#/$defs/node", "$defs": {"node": node}}
     tool = {"type": "function", "function": {"name": "walk", "parameters": parameters}}
-    writer = ToolWriter(JSON, {})
-    assert accepts(writer, [WEATHER, tool], '{"name": "walk", "parameters": {"next": {"next": {}}}}')
-    assert not accepts(writer, [WEATHER, tool], '{"name": "walk", "parameters": {"next": 5}}')
+    form = FORMS[LLAMA3]({})
+    assert accepts(form, [WEATHER, tool], '{"name": "walk", "parameters": {"next": {"next": {}}}}')
+    assert not accepts(form, [WEATHER, tool], '{"name": "walk", "parameters": {"next": 5}}')
 
 
 def test_markers_that_are_control_tokens_are_written_as_such():
     tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
-    writer = tool_writer(tokenizer, tokenizer.chat_template.sources)
+    form = tool_form(tokenizer, tokenizer.chat_template.sources)
     rest = list(b'[{"name": "time", "arguments": {}}]')
-    assert accepts(writer, [TIME], [259, *rest], tokenizer=tokenizer)
-    assert not accepts(writer, [TIME], "[TOOL_CALLS]" + bytes(rest).decode(), tokenizer=tokenizer)
+    assert accepts(form, [TIME], [259, *rest], tokenizer=tokenizer)
+    assert not accepts(form, [TIME], "[TOOL_CALLS]" + bytes(rest).decode(), tokenizer=tokenizer)
 
 
 # Over HTTP.

@@ -1,8 +1,7 @@
 """Tool calls in the text of an answer, as it arrives: what is content, what is a call, its arguments piece by piece.
 
-The formats are those of ``server/tools.py``. What does not parse as a call of a known function is content, markers and
-all. Nothing is lost, and the outcome does not depend on how the text was cut: the joined pieces are what `ToolParser`
-makes of the whole text.
+What does not parse as a call of a known function is content, markers and all. Nothing is lost, and the outcome does not
+depend on how the text was cut: the joined pieces are what `ToolParser` makes of the whole text.
 
 A call is recognised by its head, ``{"name": "f", "arguments": {`` or ``f[ARGS]{``; from there on its arguments are
 passed on as they come, so they are the model's own JSON text. A call that is an object behind a marker may also have its
@@ -13,17 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import secrets
-import string
-from collections.abc import Iterable
-from typing import Any
-
-from server.tools import ARGS, CALL_ID, HERMES, JSON, MARKERS, MISTRAL, MISTRAL_ARGS
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-_WHITESPACE = " \t\r\n"
-_ALPHANUMERIC = string.ascii_letters + string.digits
+WHITESPACE = " \t\r\n"
 
 
 @dataclasses.dataclass
@@ -44,29 +38,27 @@ class Parsed:
     pieces: list[CallPiece] = dataclasses.field(default_factory=list)
 
 
-class _NeedsMore(Exception):
+class NeedsMore(Exception):
     """The text ends before it can be said."""
 
 
 class ToolParser:
-    """Reads one sample's text.
+    """Reads one sample's text. A form of calls is a subclass, which says what the markers are and what may follow what.
 
     Args:
-        format: ``hermes``, ``mistral``, ``mistral-args`` or ``json``. Either of Mistral's reads both.
         names: of the functions that may be called.
         parallel: False: only the first call counts, and what follows it is dropped.
     """
 
-    def __init__(self, format: str, names: Iterable[str], *, parallel: bool = True):
-        self._format = MISTRAL if format == MISTRAL_ARGS else format
+    opening: ClassVar[str]  # what calls begin with; may be empty
+
+    def __init__(self, names: Iterable[str], *, parallel: bool = True):
         self._names = tuple(names)
         self._parallel = parallel
-        self._opening = MARKERS[format][0]
-        self._closing = MARKERS[format][1] if format == HERMES else ""
         self._buffer = ""
-        self._state = self._begin if format == JSON else self._content
+        self._state: Callable[[], None] = self._content
         self._raw = ""  # what goes back into the content if the call turns out to be none
-        self._scan = _ObjectScanner()
+        self._scan = ObjectScanner()
         self._depth = 1  # of the object around the arguments: they are a value of the call's, or stand alone
         self._ended = False
         self._out = Parsed()
@@ -88,85 +80,45 @@ class ToolParser:
         try:
             while True:
                 self._state()
-        except _NeedsMore:
+        except NeedsMore:
             pass
         out, self._out = self._out, Parsed()
         return out
 
-    # The states. Each looks at the buffer, takes what it can and moves on, or raises `_NeedsMore`.
+    # The states. Each looks at the buffer, takes what it can and moves on, or raises `NeedsMore`.
 
     def _content(self) -> None:
         """Content, until a marker."""
-        place = self._buffer.find(self._opening)
+        place = self._buffer.find(self.opening)
         if place >= 0:
             before = self._buffer[:place]
-            kept = before.rstrip(_WHITESPACE)
+            kept = before.rstrip(WHITESPACE)
             self._emit(kept)
-            self._raw = before[len(kept) :] + self._opening
-            self._buffer = self._buffer[place + len(self._opening) :]
-            self._state = self._list if self._format == MISTRAL else self._object
+            self._raw = before[len(kept) :] + self.opening
+            self._buffer = self._buffer[place + len(self.opening) :]
+            self._state = self._opened
             return
         if self._ended:
             self._emit("" if self._after_call and not self._buffer.strip() else self._buffer)
             self._buffer = ""
-            raise _NeedsMore
-        keep = next((k for k in range(len(self._opening) - 1, 0, -1) if self._buffer.endswith(self._opening[:k])), 0)
-        sure = self._buffer[: len(self._buffer) - keep].rstrip(_WHITESPACE)  # space before a marker is no content
+            raise NeedsMore
+        keep = next((k for k in range(len(self.opening) - 1, 0, -1) if self._buffer.endswith(self.opening[:k])), 0)
+        sure = self._buffer[: len(self._buffer) - keep].rstrip(WHITESPACE)  # space before a marker is no content
         self._emit(sure)
         self._buffer = self._buffer[len(sure) :]
-        raise _NeedsMore
+        raise NeedsMore
 
-    def _begin(self) -> None:
-        """The begin of a text without markers: a call, or content all through."""
-        text = self._buffer.lstrip(_WHITESPACE)
-        if text.startswith(self._opening):
-            self._take(len(self._buffer) - len(text) + len(self._opening))
-            self._state = self._object
-        elif text.startswith("{"):
-            self._state = self._object
-        elif not self._ended and (not text or self._opening.startswith(text)):
-            raise _NeedsMore
-        else:
-            self._state = self._plain
-
-    def _plain(self) -> None:
-        """Content to the end."""
-        self._emit(self._buffer)
-        self._buffer = ""
-        raise _NeedsMore
-
-    def _list(self) -> None:
-        """Behind Mistral's marker: the list's bracket, or a name."""
-        self._skip(_WHITESPACE)
-        if self._buffer.startswith("["):
-            self._take(1)
-        self._state = self._object if self._raw.endswith("[") or self._buffer.startswith("{") else self._named
-
-    def _named(self) -> None:
-        """A call that begins with its name should begin here."""
-        try:
-            head = read_named_head(self._buffer, self._names)
-        except _NeedsMore:
-            if self._ended:
-                self._give_back()
-                return
-            raise
-        if head is None:
-            self._give_back()
-            return
-        name, identifier, end = head
-        self._scan, self._depth = _ObjectScanner(), 0
-        self._take(end)
-        self._start(name, identifier)
-        self._state = self._arguments
+    def _opened(self) -> None:
+        """Behind the marker."""
+        self._state = self._object
 
     def _object(self) -> None:
         """A call should begin here."""
-        self._skip(_WHITESPACE)
-        self._scan, self._depth = _ObjectScanner(), 1
+        self._skip(WHITESPACE)
+        self._scan, self._depth = ObjectScanner(), 1
         try:
             head = read_head(self._buffer, self._names)
-        except _NeedsMore:
+        except NeedsMore:
             if self._ended:
                 self._give_back()
                 return
@@ -177,7 +129,7 @@ class ToolParser:
             self._take(end)
             self._start(name)
             self._state = self._arguments
-        elif self._buffer.startswith("{") and (self._format != JSON or self._raw.strip()):
+        elif self._buffer.startswith("{") and self._may_be_in_any_order():
             self._state = self._whole
         else:
             self._give_back()
@@ -190,7 +142,7 @@ class ToolParser:
             self._out.pieces.append(CallPiece(self.calls - 1, arguments=arguments))
         self._buffer = self._buffer[len(arguments) :]
         if end is None:
-            raise _NeedsMore
+            raise NeedsMore
         self._state = self._rest if self._depth else self._after
 
     def _rest(self) -> None:
@@ -198,17 +150,17 @@ class ToolParser:
         end = self._scan.feed(self._buffer, until=0)
         self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
-            raise _NeedsMore
+            raise NeedsMore
         self._state = self._after
 
     def _whole(self) -> None:
         """A call whose keys are in another order: passed on when it is complete."""
-        end = _ObjectScanner().feed(self._buffer, until=0)
+        end = ObjectScanner().feed(self._buffer, until=0)
         if end is None:
             if self._ended:
                 self._give_back()
                 return
-            raise _NeedsMore
+            raise NeedsMore
         call = whole_call(self._buffer[:end], self._names)
         if call is None:
             self._give_back()
@@ -224,34 +176,20 @@ class ToolParser:
         if not self._parallel:
             self._state = self._drop
             return
-        separators = {MISTRAL: ",", JSON: ";"}.get(self._format, "")
-        text = self._buffer.lstrip(_WHITESPACE)
+        text = self._buffer.lstrip(WHITESPACE)
         if not text:
             if self._ended:
                 self._buffer = ""
-            raise _NeedsMore
-        if self._closing and text.startswith(self._closing):
-            self._buffer = text[len(self._closing) :]
-            self._state = self._content
-        elif self._closing and self._closing.startswith(text) and not self._ended:
-            raise _NeedsMore
-        elif separators and text[0] in separators or self._format != HERMES and text[0] == "{":
-            self._take(len(self._buffer) - len(text) + int(text[0] != "{"))
-            self._state = self._object
-        elif self._format == MISTRAL and text[0] == "]":
-            self._buffer = text[1:]
-            self._state = self._content
-        elif self._format == JSON and text.startswith(self._opening):
-            self._take(len(self._buffer) - len(text) + len(self._opening))
-            self._state = self._object
-        elif self._format == JSON and self._opening.startswith(text) and not self._ended:
-            raise _NeedsMore
-        else:
-            self._state = self._plain if self._format == JSON else self._content
+            raise NeedsMore
+        self._next(text)
+
+    def _next(self, text: str) -> None:
+        """What follows a call: ``text`` is the buffer without the space before it, and not empty."""
+        self._state = self._content
 
     def _drop(self) -> None:
         self._buffer = ""
-        raise _NeedsMore
+        raise NeedsMore
 
     # Inside
 
@@ -260,10 +198,7 @@ class ToolParser:
         self._after_call = self._after_call and not content
 
     def _start(self, name: str, identifier: str | None = None) -> None:
-        # Mistral's templates insist on ids of nine letters and digits.
-        mistral = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-        identifier = identifier or (mistral if self._format == MISTRAL else f"call_{secrets.token_hex(12)}")
-        self._out.pieces.append(CallPiece(self.calls, identifier, name))
+        self._out.pieces.append(CallPiece(self.calls, identifier or self._new_id(), name))
         self.calls += 1
         self._after_call = True
 
@@ -275,16 +210,50 @@ class ToolParser:
     def _skip(self, characters: str) -> None:
         self._take(len(self._buffer) - len(self._buffer.lstrip(characters)))
         if not self._buffer and not self._ended:
-            raise _NeedsMore
+            raise NeedsMore
 
     def _give_back(self) -> None:
         """It was no call."""
         self._emit(self._raw)
         self._raw = ""
-        self._state = self._plain if self._format == JSON else self._content
+        self._state = self._content
+
+    def _new_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    def _may_be_in_any_order(self) -> bool:
+        """Whether an object that does not begin like a call, where one should, may still turn out to be one."""
+        return True
 
 
-class _ObjectScanner:
+class BareParser(ToolParser):
+    """Of calls that need no marker: the answer begins with one, or is content all through."""
+
+    def __init__(self, names: Iterable[str], *, parallel: bool = True):
+        super().__init__(names, parallel=parallel)
+        self._state = self._begin
+
+    def _begin(self) -> None:
+        """A call, or content."""
+        text = self._buffer.lstrip(WHITESPACE)
+        if self.opening and text.startswith(self.opening):
+            self._take(len(self._buffer) - len(text) + len(self.opening))
+            self._state = self._object
+        elif text.startswith("{"):
+            self._state = self._object
+        elif not self._ended and (not text or self.opening.startswith(text)):
+            raise NeedsMore
+        else:
+            self._state = self._content
+
+    def _content(self) -> None:
+        """Content to the end."""
+        self._emit(self._buffer)
+        self._buffer = ""
+        raise NeedsMore
+
+
+class ObjectScanner:
     """Finds where a JSON object, or a value in it, ends; counts brackets outside strings."""
 
     def __init__(self) -> None:
@@ -317,7 +286,7 @@ def read_head(text: str, names: Iterable[str]) -> tuple[str, int] | None:
     """The name in the head of a call, and where its arguments' brace is; `None`: it is no such head.
 
     Raises:
-        _NeedsMore: it may become one.
+        NeedsMore: it may become one.
     """
     named = {json.dumps(name): name for name in names}
     keys = tuple(f'"{key}"' for key in ARGUMENT_KEYS)
@@ -326,55 +295,29 @@ def read_head(text: str, names: Iterable[str]) -> tuple[str, int] | None:
     undecided = False
     for pattern in (plain, typed):
         try:
-            found = _follow(text, pattern)
-        except _NeedsMore:
+            found = follow(text, pattern)
+        except NeedsMore:
             undecided = True
             continue
         if found is not None:
             end, matched = found
             return named[matched[pattern.index(tuple(named))]], end - 1
     if undecided:
-        raise _NeedsMore
+        raise NeedsMore
     return None
 
 
-def read_named_head(text: str, names: Iterable[str]) -> tuple[str, str | None, int] | None:
-    """Name, id and where the arguments' brace is of ``name[ARGS]{`` or ``name[CALL_ID]id[ARGS]{``; `None`: it is no
-    such head.
-
-    Raises:
-        _NeedsMore: it may become one.
-    """
-    place = text.find("[")
-    if place < 0:
-        if any(name.startswith(text) for name in names):
-            raise _NeedsMore
-        return None
-    name, identifier = text[:place], None
-    if name not in names:
-        return None
-    if CALL_ID.startswith(text[place : place + len(CALL_ID)]):
-        place += len(CALL_ID)
-        found = re.match(r"[A-Za-z0-9_-]{0,64}", text[place:])
-        identifier = found[0] if found else ""
-        place += len(identifier)
-        if place >= len(text):
-            raise _NeedsMore
-    after = _follow(text[place:], [(ARGS,), ("{",)])
-    return None if after is None else (name, identifier or None, place + after[0] - 1)
-
-
-def _follow(text: str, pattern: list[tuple[str, ...]]) -> tuple[int, list[str]] | None:
+def follow(text: str, pattern: list[tuple[str, ...]]) -> tuple[int, list[str]] | None:
     """Reads one of each alternatives in turn, with space between; the end and what was read."""
     place, matched = 0, []
     for alternatives in pattern:
-        while place < len(text) and text[place] in _WHITESPACE:
+        while place < len(text) and text[place] in WHITESPACE:
             place += 1
         rest = text[place : place + max(map(len, alternatives))]
         hit = next((literal for literal in alternatives if rest.startswith(literal)), None)
         if hit is None:
             if any(literal.startswith(rest) for literal in alternatives):
-                raise _NeedsMore
+                raise NeedsMore
             return None
         matched.append(hit)
         place += len(hit)

@@ -1,0 +1,30 @@
+"""Mistral, since 2025: ``[TOOL_CALLS]f[ARGS]{...}``, any number; perhaps ``[CALL_ID]id`` before ``[ARGS]``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from server import json_schemas
+from server.tool_forms.base import Tool, ToolForm
+from server.tool_forms.mistral import ARGS, CALL_ID, CALLS, MistralParser
+
+
+class MistralArgs(ToolForm):
+    name = "mistral-args"
+    markers = (CALLS, ARGS, CALL_ID)
+    parser = MistralParser
+
+    @classmethod
+    def is_taught_by(cls, source: str) -> bool:
+        return CALLS in source and ARGS in source
+
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+        identified = f"{self.literal(CALL_ID)} /[a-zA-Z0-9]{{9}}/ " if CALL_ID in self.source else ""
+        names = [json.dumps(tool["function"]["name"]) for tool in tools]
+        choices = (f"{name} {identified}{self.literal(ARGS)} tool_{i}" for i, name in enumerate(names))
+        body = f"tool_body: {' | '.join(choices)}\n"
+        body += "".join(f"tool_{i}: %json {json_schemas.guiding(schema)}\n" for i, schema in enumerate(schemas))
+        calls = "tool_body" + (f" ({self.literal(CALLS)} tool_body)*" if parallel else "")
+        return self.marked(calls, body, optional=optional)
