@@ -3,16 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+WORKERS ?= 2
 
-.PHONY: serve test test-clients protos clean
+.PHONY: serve test test-fast test-clients protos clean
 
 # Serves the default model: HTTP on 8000, gRPC on 9000. ARGS are options of `preheat serve`.
 serve: $(VENV)/.serve
 	$(BIN)/preheat serve $(ARGS)
 
-# The whole test suite. ARGS are options of pytest.
+# The whole test suite, in two processes (of up to 2 GB each). ARGS are options of pytest: files, -x, -k, ..., or -n0 --pdb.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# What neither compiles nor starts a process that does, which is most tests.
+test-fast: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 # The suite's tests against clients that nobody here wrote (lm-eval, schemathesis), which live in an environment of their own:
 # 100 packages, 970 MB. `make test` skips these tests where that environment is not there.

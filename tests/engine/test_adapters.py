@@ -11,6 +11,8 @@ from engine.api import SamplingParams
 from engine.checkpoints import open_checkpoint
 from engine.loader import load_weights
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "tiny_llama"
 BY_PEFT = GOLDEN / "adapter"

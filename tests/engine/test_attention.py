@@ -6,6 +6,8 @@ import pytest
 
 from engine.attention import Scoring, attend_pages, attend_prefix
 
+pytestmark = pytest.mark.slow
+
 
 def plain(q, keys, values, visible):
     """q [g, d], keys and values [s, d], visible bool [s] -> [g, d]."""

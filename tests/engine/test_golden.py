@@ -10,6 +10,8 @@ from jax_harness import Runner, Sequence_, make_engine
 
 from engine.api import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"
 GOLDEN = dict(np.load(TINY / "golden.npz"))
 PROMPTS = range(4)

@@ -12,6 +12,8 @@ from jax_harness import Runner, make_engine
 
 from engine import families, functions
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = pathlib.Path(__file__).parents[1] / "golden" / "families"
 WEIGHTS = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama" / "model.safetensors"
 EXAMPLE = "seed_oss"

@@ -18,6 +18,8 @@ from engine.attention import Scoring
 from engine.config import ConfigError, EngineConfig, LayerKind, ModelConfig, attention_choice, vector_lanes
 from engine.kernels import Attention, Choice, choose_attention
 
+pytestmark = pytest.mark.slow
+
 PAGE, HEAD_DIM = 32, 128
 TOLERANCE = 0.02  # of values of order one; bfloat16 has 8 bits
 

@@ -10,6 +10,8 @@ from engine.config import ModelConfig, MoeConfig
 from engine.moe import mixture
 from engine.weights import LayerWeights
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, HIDDEN, FFN = 8, 16, 12
 
 

@@ -16,6 +16,8 @@ from engine.kernels import choose_attention
 from engine.layers import linear
 from engine.quantization import Quantized, dequantize, quantize
 
+pytestmark = pytest.mark.slow
+
 needs_library = pytest.mark.skipif(native.load() is not None, reason=str(native.load()))
 
 LANES = {"baseline": 4, "avx2": 8, "avx512": 16}

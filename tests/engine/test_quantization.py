@@ -17,6 +17,8 @@ from engine.layers import linear
 from engine.programs import tree_bytes
 from engine.quantization import Quantized, dequantize, quantize
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 PROMPT = np.random.default_rng(3).integers(0, 256, 70).tolist()
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

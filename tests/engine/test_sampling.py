@@ -7,6 +7,8 @@ import pytest
 from engine.api import TOP_LOGPROBS, SamplingParams
 from engine.sampling import SamplingContext, _argmax, _keep_top_k, _keep_top_p, choose, pack, pack_results, unpack
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 50
 
 

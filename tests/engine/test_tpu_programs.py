@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).resolve().parents[2]
 
 # In a process of its own, because libtpu reads its environment once and stays loaded. Pools of hundreds of MiB, which nobody

@@ -15,6 +15,8 @@ from engine.api import SamplingParams
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "engine"))
 from jax_harness import make_engine
 
+pytestmark = pytest.mark.slow
+
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"
 GOLDEN = dict(np.load(TINY / "golden.npz"))
 PROMPTS = range(4)

@@ -14,6 +14,8 @@ from engine.api import SamplingParams
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "engine"))
 from jax_harness import make_engine
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 

@@ -25,6 +25,7 @@ def root(tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_the_list_tells_what_each_folder_is_for(root):
     toy.warm("aot", root)
     (item,) = list_cache(root)
@@ -50,6 +51,7 @@ def test_the_least_recently_used_go_first(root):
     assert [path.name for path in (root / "programs").iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 def test_a_start_that_stores_keeps_the_cache_within_its_limit(root, monkeypatch):
     toy.warm("aot", root)
     (first,) = list_cache(root)

@@ -11,6 +11,8 @@ from warmup.errors import CompiledWhileServing
 from warmup.guard import Guard
 from warmup.manual import use_persistent_cache
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def guard():

@@ -126,6 +126,7 @@ def start(root, budget, guard):
     return made, plan
 
 
+@pytest.mark.slow
 def test_a_start_resolves_once_and_a_restart_does_not_drift(tmp_path, monkeypatch):
     with Guard() as guard:
         engine, plan = start(tmp_path / "cache", 10**9, guard)
@@ -137,6 +138,7 @@ def test_a_start_resolves_once_and_a_restart_does_not_drift(tmp_path, monkeypatc
         assert engine.config.kv_pages == 5 and guard.counts("startup").compiles == before
 
 
+@pytest.mark.slow
 def test_estimates_that_were_too_low_are_corrected_from_the_executables(tmp_path, monkeypatch):
     monkeypatch.setattr(plans, "_estimate", lambda engine, program: ProgramMemory())
     monkeypatch.setattr(  # each owner's program claims a page's worth of temporaries

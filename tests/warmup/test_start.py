@@ -19,6 +19,8 @@ from warmup.errors import DonationLost, WarmupError
 from warmup.manual import use_persistent_cache
 from warmup.prepare import touch_lanes
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).resolve().parents[2]
 NAMES = ["init_state", "init_prefix", "prefill/16", "prefill/32", "insert", "generate/1", "generate/2"]
 

@@ -15,6 +15,8 @@ from tests.warmup import toy
 from warmup import fingerprint as fingerprints
 from warmup.manual import use_persistent_cache
 
+pytestmark = pytest.mark.slow
+
 root_only = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 not_root = pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root can write read-only folders")
 

@@ -73,6 +73,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.slow
 def test_a_table_is_built_for_slices_that_are_not_here(tmp_path):
     pytest.importorskip("libtpu")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
