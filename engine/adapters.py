@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh
 
-from engine import struct
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.layers import linear
 from engine.sharding import describe

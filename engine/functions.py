@@ -17,9 +17,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from engine import model as decoder
-from engine import native, struct
+from engine import native
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
 from engine.quantization import Quantized, quantize

@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from engine import struct
+from flax import struct
 
 Array = Any  # jax.Array, numpy.ndarray, or jax.ShapeDtypeStruct in abstract trees
 

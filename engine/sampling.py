@@ -14,8 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from engine import struct
 from engine.api import MAX_LOGIT_BIAS, MAX_SUPPRESSED, TOP_LOGPROBS, SamplingParams
 
 NO_TOKEN = np.int32(2**31 - 1)  # pads lists of ids: outside every vocabulary, so that scatters drop it

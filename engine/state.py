@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh
 
-from engine import struct
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import sampling_width
 from engine.quantization import Quantized

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from flax import struct
 from jax.sharding import Mesh
 
-from engine import struct
 from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
 from engine.quantization import Quantized

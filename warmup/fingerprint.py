@@ -79,7 +79,7 @@ def fingerprint(
     return Fingerprint(
         _plain(
             {
-                "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+                "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
                 "backend": _backend(devices[0]),
                 "devices": _devices(devices),
                 "flags": _flags(),

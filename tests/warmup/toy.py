@@ -19,9 +19,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from engine import struct
 from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program
 
