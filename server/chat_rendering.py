@@ -70,7 +70,10 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
             raise InvalidRequest("the model's chat template does not show the last message as it is", param="messages")
     # The template spells the BOS token where the model wants one; it comes once, whoever asks for it.
     answer.text = unmark(text)
-    answer.token_ids.extend(tokenizer.encode_chat(text, add_bos=request.add_special_tokens))
+    try:
+        answer.token_ids.extend(tokenizer.encode_chat(text, add_bos=request.add_special_tokens))
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, param="messages") from None
     return answer
 
 

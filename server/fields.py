@@ -67,6 +67,7 @@ class RequestFields:
     shown_prompt_logprobs: int | None = None  # what the answer has as such; prompt_logprobs may be of echo
     include_stop: bool = False  # the text ends with the stop string that ended it
     as_many_as_fit: bool = False  # asked for, where max_tokens is absent
+    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)  # what the client called these fields
     guide_field: str | None = None  # what the client called its guide, where that is another name
     stream: bool = False
     include_usage: bool = False
@@ -229,7 +230,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
     Raises:
         InvalidRequest: a field is not allowed, or fields contradict each other; ``param`` is its name.
     """
-    values = checked(body, table, {} if table is GRPC else peer_fields.FIELDS)
+    values, spelled = _checked_fields(body, table, {} if table is GRPC else peer_fields.FIELDS)
     _combine_guides(values)
     _combine_counts(values)
     if table is COMPLETIONS:
@@ -244,7 +245,7 @@ def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
         raise InvalidRequest("prompt_logprobs is not available with stream", param="prompt_logprobs")
     if values.get("include_usage") and not values.get("stream"):
         raise InvalidRequest("stream_options is only allowed with stream", param="stream_options")
-    return RequestFields(**values)
+    return RequestFields(**values, spelled={target: name for target, name in spelled.items() if target != name})
 
 
 def check_model_name(asked: str | None, served: str, adapters: Collection[str] = ()) -> None:
@@ -259,29 +260,32 @@ def check_model_name(asked: str | None, served: str, adapters: Collection[str] =
         raise ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {names} {verb} served", param="model")
 
 
-def checked(body: Mapping[str, Any], table: Table, others: Mapping[str, Check] | None = None) -> dict[str, Any]:
-    """The fields that are given, each checked by itself, under the names they have in `RequestFields`.
-
-    ``others`` are checks of fields that become nothing. What neither has is ignored.
+def checked(body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """The fields that are given, each checked by itself, under the names they have in `RequestFields`. Others are ignored.
 
     Raises:
         InvalidRequest: a field is not allowed; ``param`` is its name.
     """
+    return _checked_fields(body, table, {})[0]
+
+
+def _checked_fields(
+    body: Mapping[str, Any], table: Table, others: Mapping[str, Check]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values, and what the client called each. ``others`` are checks of fields that become nothing."""
     values: dict[str, Any] = {}
-    named: dict[str, str] = {}  # what the client called each
+    spelled: dict[str, str] = {}
     for name, value in body.items():
-        field = table.get(name)
-        if field is None and others and name in others:
-            field = Field("", others[name])
+        field = table.get(name) or (Field("", others[name]) if name in others else None)
         if field is None:
             _log_unknown(name)
         elif value is not None:
             found = _checked(name, value, field.check)
             if field.target and found is not None:
-                first = named.setdefault(field.target, name)
+                first = spelled.setdefault(field.target, name)
                 if values.setdefault(field.target, found) != found:
                     raise InvalidRequest(f"{first} and {name} differ: give one of them", param=name)
-    return values
+    return values, spelled
 
 
 def _checked(name: str, value: Any, check: Check) -> Any:

@@ -159,6 +159,8 @@ class OrchestratorService(_Door, orchestrator_pb2_grpc.OrchestratorServicer):
                     ticket = None
                     return
         except ServerError as error:
+            if error.param == "n":
+                error.param = "num_samples"  # what this API calls it
             await abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
             raise

@@ -289,6 +289,7 @@ class Answer:
     def __init__(self, generation: Generation, shape: Shape, parsed: RequestFields):
         self._generation = generation
         self._shape = shape
+        self._parsed = parsed
         self._samples = parsed.n
         self._choices = [
             Choice(index, echo=parsed.echo, include_stop=parsed.include_stop) for index in range(len(generation) * parsed.n)
@@ -297,6 +298,13 @@ class Answer:
 
     async def _read(self) -> AsyncIterator[list[Choice]]:
         """The choices that changed, message by message."""
+        try:
+            async for choices in self._changed():
+                yield choices
+        except InvalidRequest as error:  # a grammar that led nowhere
+            raise _in_the_clients_words(error, self._parsed) from None
+
+    async def _changed(self) -> AsyncIterator[list[Choice]]:
         async for prompt, message in self._generation.messages():
             choices = self._choices[prompt * self._samples : (prompt + 1) * self._samples]
             for choice, sample in zip(choices, message.stream_content.samples, strict=True):
@@ -353,12 +361,22 @@ def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
 
 
 def _in_the_clients_words(error: InvalidRequest, parsed: RequestFields) -> InvalidRequest:
-    """Names the field that the client sent, where a guide was made of it."""
-    if error.param is None or not error.param.startswith("guided_"):
+    """Names the field that the client sent, where it has another name for the orchestrator or a guide was made of it."""
+    message, sent = error.message, error.param
+    if sent is None:
         return error
-    called = bool(parsed.tools) and parsed.tool_choice != "none"
-    sent = parsed.guide_field or ("tools" if called else error.param)
-    return InvalidRequest(error.message.replace(error.param, sent, 1), param=sent)
+    if sent.startswith("guided_"):
+        called = bool(parsed.tools) and parsed.tool_choice != "none"
+        sent = parsed.guide_field or ("tools" if called else sent)
+        message = message.replace(error.param, sent, 1)
+    elif sent in parsed.spelled:
+        sent = parsed.spelled[sent]
+        message = message.replace(error.param, sent)
+    elif sent == "prompt" and parsed.messages:
+        sent = "messages"  # of which the prompt was made
+    made = InvalidRequest(message, param={"num_samples": "n"}.get(sent, sent))
+    made.code = error.code
+    return made
 
 
 def _metadata(request: Request) -> Metadata:

@@ -213,5 +213,5 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"the text has a lone surrogate at character {error.start}, which is no Unicode text; remove it"
+            f"the text has a lone surrogate at character {error.start}, which is no Unicode text; remove it", param="prompt"
         ) from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -608,6 +610,47 @@ def test_refused_over_grpc(request_fields):
     with pytest.raises(InvalidRequest) as caught:
         wire.fields_from_proto(DecodeRequest(**request_fields))
     assert caught.value.param in GRPC and caught.value.param in request_fields
+
+
+TABLES = {
+    "generate": GENERATE,
+    "completions": COMPLETIONS,
+    "chat": CHAT,
+    "gRPC": GRPC,
+    "tokenize": fields.TOKENIZE,
+    "detokenize": fields.DETOKENIZE,
+}
+OF_ANY_KIND = [5, -1, 2**70, 1.5, math.nan, "x", "", "\ud800", True, [], [None], {}, {"a": []}, [[[]]]]
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_whatever_is_refused_is_named(kind):
+    """Every field of every table, with values of all kinds."""
+    for name, field in TABLES[kind].items():
+        refused = 0
+        for value in OF_ANY_KIND:
+            try:
+                field.check(value)
+            except ValueError:
+                refused += 1
+                with pytest.raises(InvalidRequest) as caught:
+                    fields.checked({name: value}, TABLES[kind])
+                assert caught.value.param == name
+                assert re.match(rf"{re.escape(name)}[ .\[]", caught.value.message)
+        assert refused, name
+
+
+def test_every_refusal_names_a_field():
+    """By the sources: only what is wrong with a body as a whole names none."""
+    root = Path(fields.__file__).parent
+    unnamed = []
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id in ("InvalidRequest", "ModelNotFound"):
+                if not any(keyword.arg == "param" for keyword in node.keywords):
+                    unnamed.append(path.relative_to(root).as_posix())
+    assert set(unnamed) == {"proxy/http.py"}
 
 
 # Against the model.

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.mock import Script, Table
-from server.errors import TooLarge
+from server.errors import InvalidRequest, TooLarge
 from server.proxy.app import make_app
-from server.proxy.http import BODY_LIMIT, decompress
+from server.proxy.http import BODY_LIMIT, decompress, parse_json
 from server.tokenizers import ByteTokenizer
 
 EOS = 257
@@ -398,7 +398,13 @@ def test_metrics_count_what_the_proxy_refuses(http):
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages"),
         ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "messages"),
+        ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": MAX_LEN}, "max_completion_tokens"),
+        ("/v1/completions", {"prompt": "a", "n_predict": MAX_LEN}, "n_predict"),
+        ("/v1/completions", {"prompt": "a", "n": 128}, "n"),
+        ("/v1/completions", {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+        ("/v1/completions", {"prompt": "a", "regex": "("}, "regex"),
+        ("/v1/completions", {"prompt": "a", "mirostat": 2}, "mirostat"),
         ("/tokenize", {}, "text"),
         ("/tokenize", {"text": "\ud800"}, "text"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
@@ -413,6 +419,18 @@ def test_bad_requests_name_the_field(http, path, body, param, stream):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "code", "param"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param in error["message"] or param == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"null", b'"x"', b"\xff", b'{"prompt": NaN}', b'{"a":' * 100_000, b"[" * 70 + b"]" * 70],
+    ids=lambda body: ascii(body[:24]),
+)
+def test_what_is_no_request_has_no_field_to_name(body):
+    with pytest.raises(InvalidRequest, match="^the body ") as caught:
+        parse_json(body)
+    assert caught.value.param is None
 
 
 @pytest.mark.parametrize(

@@ -683,6 +683,11 @@ def test_guided_fields_on_every_route(hermes):
         ({"structured_outputs": {"regex": "[0-9]{3}", "json_object": False}}, lambda text: len(text) == 3),
         ({"structured_outputs": {"choice": ["(a|b)", "\n"]}}, lambda text: text in ("(a|b)", "\n")),
         ({"structured_outputs": {"grammar": 'start: "yes"'}}, lambda text: text == "yes"),
+        ({"grammar": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),  # llama-server's
+        ({"grammar": {"type": "regex", "value": "[0-9]{3}"}}, lambda text: len(text) == 3 and text.isdigit()),  # TGI's
+        ({"json_schema": {"enum": [5]}}, lambda text: text == "5"),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),  # SGLang's
+        ({"ebnf": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),
     ]
     for options, holds in bodies:
         generated = hermes.http.post("/generate", json={"prompt": "assistant: ", **options}).json()["response"]
@@ -703,6 +708,11 @@ def test_guided_fields_on_every_route(hermes):
         (field,) = options
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
         assert refused.json()["error"]["message"].startswith(message)
+    nowhere = {"prompt": "x", "regex": "bbb", "stop_token_ids": [ord("b")], "min_tokens": 3, "max_tokens": 8}
+    refused = hermes.http.post("/generate", json=nowhere)  # found out in the middle of it
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
+    events = hermes.http.post("/generate", json=nowhere | {"stream": True}).text.split("\n\n")
+    assert json.loads(events[0].removeprefix("data: "))["error"]["param"] == "regex"
 
 
 def test_a_choice_over_grpc(hermes):
