@@ -88,9 +88,9 @@ def _message(value: Any) -> dict[str, Any]:
         calls = _past_calls(message.pop("tool_calls", []), message.pop("function_call", None))
         if calls:
             message["tool_calls"] = calls
-        thoughts = thoughts or message.get("reasoning")
-        if isinstance(thoughts, str) and thoughts:
-            message.setdefault("reasoning_content", thoughts)
+        thought = thoughts or message.get("reasoning")
+        if isinstance(thought, str) and thought:
+            message.setdefault("reasoning_content", thought)
         content = content or _said_otherwise(message) or (None if calls else "")
     elif role in ("tool", "function"):
         content = content or ""  # of a function that returns nothing

@@ -333,7 +333,7 @@ def _combine_chat(values: dict[str, Any]) -> None:
 def _combine_variables(values: dict[str, Any]) -> None:
     """Fields that are variables of the template, which ``chat_template_kwargs`` may say otherwise. ``enable_thinking`` is the one
     by which most templates know that no effort means no thoughts."""
-    given = {name: values.pop(name) for name in ("reasoning_effort", "documents") if name in values}
+    given: dict[str, Any] = {name: values.pop(name) for name in ("reasoning_effort", "documents") if name in values}
     if "reasoning_effort" in given:
         given["enable_thinking"] = given["reasoning_effort"] != "none"
     if given:

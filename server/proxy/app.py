@@ -362,19 +362,21 @@ def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
 
 def _in_the_clients_words(error: InvalidRequest, parsed: RequestFields) -> InvalidRequest:
     """Names the field that the client sent, where it has another name for the orchestrator or a guide was made of it."""
-    message, sent = error.message, error.param
-    if sent is None:
+    message, named = error.message, error.param
+    if named is None:
         return error
-    if sent.startswith("guided_"):
+    sent = parsed.spelled.get(named, named)
+    if named.startswith("guided_"):
         called = bool(parsed.tools) and parsed.tool_choice != "none"
-        sent = parsed.guide_field or ("tools" if called else sent)
-        message = message.replace(error.param, sent, 1)
-    elif sent in parsed.spelled:
-        sent = parsed.spelled[sent]
-        message = message.replace(error.param, sent)
-    elif sent == "prompt" and parsed.messages:
+        sent = parsed.guide_field or ("tools" if called else named)
+        message = message.replace(named, sent, 1)
+    elif named == "prompt" and parsed.messages:
         sent = "messages"  # of which the prompt was made
-    made = InvalidRequest(message, param={"num_samples": "n"}.get(sent, sent))
+    elif named == "num_samples":
+        sent = "n"
+    else:
+        message = message.replace(named, sent)
+    made = InvalidRequest(message, param=sent)
     made.code = error.code
     return made
 

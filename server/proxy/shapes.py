@@ -285,7 +285,8 @@ def prompt_logprobs(tokens: Iterable[TokenLogprob], limit: int) -> list[Json | N
             continue
         ranks = {other.token_id: rank for rank, other in enumerate(token.alternatives, 1)}
         entries: Json = {}
-        for one in (token, *token.alternatives[:limit]):
+        reported: list[TokenLogprob | TokenLogprob.Alternative] = [token, *token.alternatives[:limit]]
+        for one in reported:
             entries.setdefault(
                 str(one.token_id),
                 {"logprob": logprob_value(one.logprob), "rank": ranks.get(one.token_id), "decoded_token": one.text},
