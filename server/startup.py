@@ -179,7 +179,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
                 )
             engine.install(prepared.executables)
             began = time.perf_counter()
-            engine.allocate()
+            prepared.allocate(engine)
             report.touched("init_state", time.perf_counter() - began)
             return engine, prepared, memory_plan
 

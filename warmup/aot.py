@@ -125,7 +125,7 @@ def _store(
     program = done.program
     began = time.perf_counter()
     pending = None
-    if store.folder is None or not store.writable:
+    if not store.writable:
         loaded = Loaded(done.compiled, done.memory, from_store=False)
     else:
         artifact = naming(program, "serialize", lambda: serialize(program, done.compiled))

@@ -13,6 +13,7 @@ from pathlib import Path
 from warmup import trust
 from warmup.store import check_manifest
 from warmup.trust import Untrusted
+from warmup.xla_cache import SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +44,20 @@ def list_cache(root: Path) -> list[CacheItem]:
 def prune(root: Path, limit: int, *, keep: Path | None = None, now: float | None = None) -> list[CacheItem]:
     """Removes the least recently used folders until the cache is at most ``limit`` bytes; ``keep`` stays.
 
-    Also removes what killed processes left behind: temporary files, and entries no manifest names, older than an hour.
-    JAX's persistent cache counts as one folder.
+    Also removes what killed processes and earlier versions left behind: temporary files, and entries that nothing names, older than an
+    hour.
 
     Raises:
       Untrusted: the cache belongs to someone else.
     """
     root = Path(os.path.realpath(root))
     trust.check(root, directory=True)
+    before = (time.time() if now is None else now) - 3600
     for folder in _folders(root):
-        _sweep(folder, (time.time() if now is None else now) - 3600)
+        _sweep(folder, before)
+    for path, _, modified in _files(root / "xla", "*"):
+        if modified < before:  # entries without a seal, of an earlier version
+            path.unlink(missing_ok=True)
     items = list_cache(root)
     size = sum(item.size for item in items)
     removed = []
@@ -81,19 +86,15 @@ def keep_within_limit(root: Path, *, keep: Path | None) -> None:
 def _folders(root: Path) -> list[Path]:
     result = []
     for parent in (root / "programs", root / "weights", root / "xla"):
-        if not parent.is_dir():
-            continue
-        if parent.name == "xla":
-            result.append(parent)
-        else:
+        if parent.is_dir():
             result += [path for path in sorted(parent.iterdir()) if path.is_dir()]
     return result
 
 
-def _files(folder: Path) -> list[tuple[Path, int, float]]:
+def _files(folder: Path, pattern: str = "**/*") -> list[tuple[Path, int, float]]:
     """(path, bytes, modified) of each file; those that vanish meanwhile are left out."""
     result = []
-    for path in folder.rglob("*"):
+    for path in folder.glob(pattern):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if path.is_file() or path.is_symlink():
@@ -102,8 +103,8 @@ def _files(folder: Path) -> list[tuple[Path, int, float]]:
 
 
 def _label(folder: Path) -> tuple[str, int]:
-    if folder.name == "xla":
-        return "JAX's persistent cache (manual warmup)", len(list(folder.glob("*-cache")))
+    if folder.parent.name == "xla":
+        return "JAX's persistent cache (manual warmup)", len(list(folder.glob(f"*{SUFFIX}")))
     if folder.parent.name == "weights":
         return "converted weights", 0
     try:
@@ -116,7 +117,7 @@ def _label(folder: Path) -> tuple[str, int]:
             f"jax {components['versions']['jax']}"
         )
         return label, len(manifest["entries"])
-    except (OSError, Untrusted, ValueError, KeyError, TypeError) as error:
+    except (OSError, Untrusted, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"unreadable ({type(error).__name__})", 0
 
 
@@ -129,7 +130,7 @@ def _sweep(folder: Path, before: float) -> None:
             named = {entry["file"] for entry in manifest["entries"].values()}
         except FileNotFoundError:
             named = set()
-        except (OSError, Untrusted, ValueError):
+        except (OSError, Untrusted, ValueError, RecursionError):
             named = None  # what it names is not known: leave the entries alone
     for path, _, modified in _files(folder):
         stale = path.name.startswith(".tmp-") or (

@@ -7,7 +7,9 @@ program N compiles in a worker, program N + 1 is traced and lowered in the calli
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,18 +21,23 @@ from engine.programs import Program
 from warmup.errors import DonationLost, WarmupError
 from warmup.guard import Guard
 from warmup.report import ProgramMemory
+from warmup.xla_cache import XlaCache
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One program, compiled. ``cached``: XLA did not compile, JAX's persistent cache had it. Times in seconds."""
+    """One program, compiled. ``cached``: XLA did not compile, JAX's persistent cache had it, as the entries ``keys``. Times in
+    seconds."""
 
     program: Program
     compiled: jax.stages.Compiled
     memory: ProgramMemory
     cached: bool
+    keys: tuple[str, ...]
     seconds_trace: float
     seconds_compile: float
 
@@ -41,9 +48,16 @@ def worker_count() -> int:
 
 
 def compile_programs(
-    programs: Sequence[Program], guard: Guard, use: Callable[[Compilation], Result], *, workers: int | None = None
+    programs: Sequence[Program],
+    guard: Guard,
+    use: Callable[[Compilation], Result],
+    *,
+    cache: XlaCache | None = None,
+    workers: int | None = None,
 ) -> list[Result]:
     """Compiles programs and calls ``use`` on each in the worker that compiled it.
+
+    A program that fails with an entry of ``cache``, JAX's persistent cache, is compiled without it, once, after a warning.
 
     Raises:
       WarmupError: a program failed to trace, lower, compile or to be used; named, and the first in the order of the
@@ -55,13 +69,17 @@ def compile_programs(
         try:
             for program in programs:
                 began = time.perf_counter()
-                lowered = naming(program, "lower", lambda program=program: program.trace().lower())
+                lowered = _lower(program)
                 seconds = time.perf_counter() - began
-                futures.append(pool.submit(_compile, program, lowered, seconds, guard, use))
+                futures.append(pool.submit(_compile, program, lowered, seconds, guard, cache, use))
             return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _lower(program: Program) -> jax.stages.Lowered:
+    return naming(program, "lower", lambda: program.trace().lower())
 
 
 def _compile(
@@ -69,16 +87,32 @@ def _compile(
     lowered: jax.stages.Lowered,
     seconds_trace: float,
     guard: Guard,
+    cache: XlaCache | None,
     use: Callable[[Compilation], Result],
 ) -> Result:
-    began = time.perf_counter()
-    with guard.watch() as counts:
-        compiled = naming(program, "compile", lowered.compile)
-    seconds = time.perf_counter() - began
-    memory = memory_of(compiled)
-    check_donation(program, memory)
-    cached = counts.compiles == 0 and counts.cache_hits > 0
-    return use(Compilation(program, compiled, memory, cached, seconds_trace, seconds))
+    def compile() -> Compilation:
+        began = time.perf_counter()
+        with guard.watch() as counts:
+            compiled = naming(program, "compile", lowered.compile)
+        seconds = time.perf_counter() - began
+        memory = memory_of(compiled)
+        check_donation(program, memory)
+        cached = counts.compiles == 0 and counts.cache_hits > 0
+        return Compilation(program, compiled, memory, cached, tuple(taken), seconds_trace, seconds)
+
+    with cache.watch() if cache else contextlib.nullcontext([]) as taken:
+        try:
+            done = compile()
+        except WarmupError as error:
+            if not taken:
+                raise
+            logger.warning("warmup cache: compiling program %s again: %s", program.name, one_line(error))
+            cache.distrust(taken)
+            taken.clear()
+            program.function.clear_cache()  # which may have the executable by now
+            lowered = _lower(program)
+            done = compile()
+    return use(done)
 
 
 def naming(program: Program, action: str, call: Callable[[], Result]) -> Result:
@@ -89,6 +123,11 @@ def naming(program: Program, action: str, call: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         raise WarmupError(f"program {program.name} failed to {action}: {type(error).__name__}: {error}") from error
+
+
+def one_line(error: object) -> str:
+    """An error's message as one line of a log; XLA's have several."""
+    return " ".join(str(error).split())
 
 
 def memory_of(compiled: jax.stages.Compiled, *, code: int = 0) -> ProgramMemory:

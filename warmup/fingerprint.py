@@ -64,6 +64,11 @@ class Fingerprint:
         """20 hex digits."""
         return _digest(json.dumps(self.components, sort_keys=True))
 
+    @property
+    def platform(self) -> str:
+        """A digest of the versions and the backend alone, its instruction set included: what any executable depends on."""
+        return _digest(json.dumps([self.components["versions"], self.components["backend"]], sort_keys=True))
+
     def diff(self, older: Mapping[str, Json]) -> list[str]:
         """What differs from an older fingerprint's components: one ``path: old -> new`` each."""
         return _diff("", older, self.components)

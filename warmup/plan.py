@@ -22,6 +22,7 @@ The budget comes from what the device *has*, never from what happens to be free,
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -32,6 +33,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program, tree_bytes
 from warmup.errors import DoesNotFit, WarmupError
 from warmup.report import ProgramMemory, format_table
+
+logger = logging.getLogger(__name__)
 
 ACCELERATOR_SHARE = 0.85  # of an accelerator's memory; the rest is the runtime's and for fragmentation
 HOST_SHARE = 0.5  # of the RAM
@@ -188,7 +191,7 @@ def resolve_kv_pages(
     config: EngineConfig,
     budget: int,
     *,
-    stored: int | None = None,
+    stored: object = None,
     memory: Mapping[str, ProgramMemory] | None = None,
 ) -> int:
     """The number of KV pages, scratch included: what slots x max-len can use, or what the budget leaves if that is
@@ -198,19 +201,19 @@ def resolve_kv_pages(
       make: describes an engine for a configuration, allocating nothing.
       config: the configuration; its ``kv_pages`` is not read.
       budget: bytes per device.
-      stored: what an earlier start resolved; it is used again, and only checked.
+      stored: what an earlier start resolved, and a file has kept; it is used again, unless it cannot be right.
       memory: the executables' own numbers, where a compile has shown that the estimates were too low.
 
     Raises:
-      DoesNotFit: not even one sequence of ``max_len`` fits, or the stored number no longer does; with both numbers and
-        the remedy.
+      DoesNotFit: not even one sequence of ``max_len`` fits; with both numbers and the remedy.
     """
     most = config.slots * config.pages_per_slot + 1
     least = config.pages_per_slot + 1
+    if type(stored) is int and least <= stored <= most:
+        if measure(make(dataclasses.replace(config, kv_pages=stored)), budget, memory).fits:
+            return stored
     if stored is not None:
-        plan = measure(make(dataclasses.replace(config, kv_pages=stored)), budget, memory)
-        plan.check(make)
-        return stored
+        logger.warning("warmup cache: the stored number of KV pages, %.100r, cannot be used and is found again", stored)
     pages = _pages_that_fit(make, config, budget, memory)
     if pages >= least:
         return min(pages, most)

@@ -8,17 +8,19 @@ The flow of a start, in the order things happen::
              finds the KV pages, or takes those the store has; `prepare`s; checks the plan before anything big is
              allocated
              (weights load meanwhile, in another thread: they do not depend on the KV pages)
-    engine.install(prepared.executables); engine.set_weights(...); engine.allocate()
+    engine.install(prepared.executables); engine.set_weights(...); prepared.allocate(engine)
     prepared.touch_all(engine)
     the proof (one request if prepared.unchanged); prepared.record_proof(...)
 
-Each step names the program that fails, and a failure ends the start.
+Each step names the program that fails, and a failure ends the start; but where the program came out of a cache, it is compiled without it,
+once, after a warning.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +33,14 @@ from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program, tree_bytes
 from warmup import aot, manual
 from warmup.cache import keep_within_limit
-from warmup.compiling import compile_programs, naming
+from warmup.compiling import compile_programs, naming, one_line
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber, fingerprint
 from warmup.guard import Guard
 from warmup.plan import MemoryPlan, measure, resolve_kv_pages
 from warmup.report import ProgramMemory, WarmupReport
-from warmup.store import ArtifactStore
+from warmup.store import ArtifactStore, Pending
+from warmup.xla_cache import XlaCache, use_xla_cache
 
 logger = logging.getLogger(__name__)
 
@@ -120,14 +123,29 @@ class Prepared:
     """
 
     mode: Mode
+    programs: Sequence[Program]
     executables: dict[str, Callable]
     memory: dict[str, ProgramMemory]
     unchanged: bool
     _store: ArtifactStore
+    _xla_cache: XlaCache | None  # manual
     _report: WarmupReport
     _guard: Guard
     _describer: ArgumentDescriber
-    _loaded: dict[str, aot.Loaded]
+    _forget: dict[str, Callable[[], None]]  # for each program that came out of a cache: makes the cache forget it
+    _pending: list[Pending]
+
+    def allocate(self, engine: WarmableEngine) -> None:
+        """`WarmableEngine.allocate`, which runs the programs that make the decode state and the prefixes."""
+        try:
+            engine.allocate()
+        except Exception as error:  # whatever XLA raises
+            restored = [program for program in self.programs if not program.arguments and program.name in self._forget]
+            if not restored:
+                raise
+            for program in restored:
+                self._recompile(engine, program, f"buffers cannot be made: {type(error).__name__}: {error}")
+            engine.allocate()
 
     def touch_all(self, engine: WarmableEngine) -> None:
         """Runs every program once on the engine's real buffers, which must be allocated; in mode none, does nothing.
@@ -135,7 +153,7 @@ class Prepared:
         A first run costs far more than a later one (on CPU, XLA prepares each matrix product: 0.5 s for 30 layers), so
         programs that work on a prefix alone run beside the others, as they do in serving, and beside each other.
 
-        An executable of the store that fails here is compiled again, once. What has run enters the manifest.
+        A program out of a cache that fails here is compiled again, once. What has run enters the manifest.
 
         Raises:
           WarmupError: a program failed, by name.
@@ -143,36 +161,35 @@ class Prepared:
         if self.mode == "none":
             return
         self._report.touching()
-        programs = {program.name: program for program in engine.programs()}
-        lanes = touch_lanes(list(programs.values()), engine.config.prefixes)
+        lanes = touch_lanes(self.programs, engine.config.prefixes)
         with concurrent.futures.ThreadPoolExecutor(len(lanes), thread_name_prefix="touch") as pool:
             rests = list(pool.map(lambda lane: self._touch(engine, lane), lanes))
-        for rest in rests:
-            while rest:
-                self._recompile(engine, rest[0])
-                rest = self._touch(engine, rest)
-        pending = [loaded.pending for loaded in self._loaded.values() if loaded.pending is not None]
+        for failed, rest in rests:
+            while failed is not None:
+                self._recompile(engine, rest[0], failed)
+                self.allocate(engine)  # the failed run may have taken the donated buffers with it
+                failed, rest = self._touch(engine, rest)
         self._store.commit(
-            pending,
-            arguments={name: self._describer.describe(program) for name, program in programs.items()},
+            self._pending,
+            arguments={program.name: self._describer.describe(program) for program in self.programs},
             groups=self._describer.groups,
         )
-        if self._store.writable and self._store.root is not None and not self.unchanged:
-            keep_within_limit(self._store.root, keep=self._store.folder)
+        if self._store.root is not None and self._store.writable and not self.unchanged:
+            used = self._xla_cache.folder if self._xla_cache else self._store.folder
+            keep_within_limit(self._store.root, keep=used)
 
-    def _touch(self, engine: WarmableEngine, lane: Sequence[Program]) -> Sequence[Program]:
-        """Runs programs one after another. Returns what is left of them where one that came from the store fails."""
+    def _touch(self, engine: WarmableEngine, lane: Sequence[Program]) -> tuple[str | None, Sequence[Program]]:
+        """Runs programs one after another. Where one that came out of a cache fails, returns why, and those that are left from it on."""
         for index, program in enumerate(lane):
             began = time.perf_counter()
             try:
                 naming(program, "run", lambda name=program.name: engine.touch(name))
             except WarmupError as error:
-                if program.name not in self._loaded or not self._loaded[program.name].from_store:
+                if program.name not in self._forget:
                     raise
-                logger.warning("warmup cache: compiling program %s again: %s", program.name, error)
-                return lane[index:]
+                return str(error), lane[index:]
             self._report.touched(program.name, time.perf_counter() - began)
-        return []
+        return None, []
 
     def record_proof(self, seconds: float, requests: int) -> None:
         """The whole serving path has been proven with these programs: the next unchanged start proves it with one
@@ -180,18 +197,22 @@ class Prepared:
         if self.mode == "aot":
             self._store.record_proof(self.mode, seconds, requests)
 
-    def _recompile(self, engine: WarmableEngine, program: Program) -> None:
-        self._store.discard(program.name)
-        with aot.no_persistent_cache():
-            (done,) = compile_programs([program], self._guard, lambda done: done)
-        self.executables[program.name] = done.compiled
+    def _recompile(self, engine: WarmableEngine, program: Program, why: str) -> None:
+        """Replaces a program that came out of a cache and does not run."""
+        logger.warning("warmup cache: compiling program %s again: %s", program.name, one_line(why))
+        self._forget.pop(program.name)()
         self.unchanged = False
-        self._loaded[program.name] = aot.Loaded(done.compiled, done.memory, from_store=False)
+        if self.mode == "manual":
+            program.function.clear_cache()  # the executable is in there
+            (done,) = compile_programs([program], self._guard, lambda done: done, cache=self._xla_cache)
+        else:
+            with aot.no_persistent_cache():
+                (done,) = compile_programs([program], self._guard, lambda done: done)
+            self.executables[program.name] = done.compiled
         self._report.prepared(
             program.name, "compiled", done.memory, trace=done.seconds_trace, compile=done.seconds_compile
         )
         engine.install(self.executables)
-        engine.allocate()  # the failed run may have taken the donated buffers with it
 
 
 def prepare(
@@ -214,24 +235,36 @@ def prepare(
     programs = engine.programs()
     report.begin([program.name for program in programs])
     describer = ArgumentDescriber({"kv_pages": engine.config.kv_pages})
-    loaded: dict[str, aot.Loaded] = {}
+    xla_cache: XlaCache | None = None
+    forget: dict[str, Callable[[], None]] = {}
+    pending: list[Pending] = []
     unchanged = False
     memory: dict[str, ProgramMemory] = {}
-    executables: dict[str, Callable]
+    executables: dict[str, Callable] = {program.name: program.function for program in programs}
     match mode:
         case "none":
-            executables = {program.name: program.function for program in programs}
+            pass
         case "manual":
-            manual.use_persistent_cache(store.root)
-            executables, memory = manual.compile_table(programs, guard, report, workers=workers)
+            xla_cache = use_xla_cache(store.root, store.fingerprint.platform)
+            for done in manual.compile_table(programs, xla_cache, guard, report, workers=workers):
+                memory[done.program.name] = done.memory
+                if xla_cache is not None and done.keys:
+                    forget[done.program.name] = functools.partial(xla_cache.distrust, done.keys)
         case "aot":
             loaded = aot.load_or_compile(programs, engine.devices, store, describer, guard, report, workers=workers)
-            executables = {program.name: loaded[program.name].compiled for program in programs}
-            memory = {program.name: loaded[program.name].memory for program in programs}
+            for program in programs:
+                item = loaded[program.name]
+                executables[program.name], memory[program.name] = item.compiled, item.memory
+                if item.from_store:
+                    forget[program.name] = functools.partial(store.discard, program.name)
+                if item.pending is not None:
+                    pending.append(item.pending)
             unchanged = store.proven and all(item.from_store for item in loaded.values())
         case _:
             raise ValueError(f"no warmup mode {mode!r}: manual, aot or none")
-    return Prepared(mode, executables, memory, unchanged, store, report, guard, describer, loaded)
+    return Prepared(
+        mode, programs, executables, memory, unchanged, store, xla_cache, report, guard, describer, forget, pending
+    )
 
 
 def prepare_fitting(
@@ -248,19 +281,18 @@ def prepare_fitting(
     """Resolves the KV pages, makes the engine, prepares its table and checks that all of it fits ``budget`` bytes per
     device.
 
-    The number of pages comes from the store, if an earlier start resolved it, and is recorded there otherwise. If the
+    The number of pages comes from the store, if an earlier start resolved it and it fits, and is recorded there otherwise. If the
     executables turn out to take more than was estimated, the pages are found once more from their own numbers, and
     what depends on the pages is prepared again. ``config.kv_pages`` is not read.
 
     Raises:
       WarmupError: as `prepare`. `DoesNotFit`: the configuration does not fit, with both numbers and what would.
     """
-    stored = store.resolved.get("kv_pages")
-    pages = resolve_kv_pages(make, config, budget, stored=stored if isinstance(stored, int) else None)
+    pages = resolve_kv_pages(make, config, budget, stored=store.resolved.get("kv_pages"))
     engine = make(dataclasses.replace(config, kv_pages=pages))
     prepared = prepare(engine, mode, store, report=report, guard=guard, workers=workers)
     plan = measure(engine, budget, prepared.memory)
-    if not plan.fits and stored is None:
+    if not plan.fits:
         pages = resolve_kv_pages(make, config, budget, memory=prepared.memory)
         logger.info("the programs need more memory than estimated: %d KV pages instead of %d", pages, plan.kv_pages)
         engine = make(dataclasses.replace(config, kv_pages=pages))

@@ -6,14 +6,16 @@ Layout under the cache's root (``--warmup-cache``)::
     programs/<fingerprint>/manifest.json      what was resolved, the entries with checksums, the proof
     programs/<fingerprint>/arguments.json     the abstract arguments of each program, for the diff
     programs/<fingerprint>/<program>-<checksum>.bin
-    xla/                                      JAX's persistent cache (manual mode)
+    xla/<platform>/                           JAX's persistent cache (manual mode, ``warmup/xla_cache.py``)
+    weights/<key>/                            converted weights (``warmup/weights.py``)
 
 An entry's file is named after its content, so several processes may fill one folder: none overwrites what another's
 manifest refers to, and the manifest itself is merged under a lock and replaced atomically. A process that dies
-half-way leaves files that no manifest names; `prune` removes them.
+half-way leaves files that no manifest names; `prune` removes them. A checksum covers the fingerprint, the program's name
+and its arguments together with the bytes, so an entry that stands in another's place is found before it runs.
 
 The store never fails a start. What it cannot read is a `Miss` with a reason, and is compiled again; what it cannot
-write is one warning. Trust: ``warmup/trust.py``.
+write is one warning (``warmup/folder.py``). Trust: ``warmup/trust.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import pickle
 import re
 import threading
@@ -33,16 +34,12 @@ from typing import Any
 
 from warmup import trust
 from warmup.fingerprint import Fingerprint, Json
+from warmup.folder import Folder, seal
 from warmup.trust import Untrusted
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: the last writer of a manifest wins there
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # of manifest and entries; another number is another world
+FORMAT = 2  # of manifest and entries; another number is another world
 _HEADER = 8  # bytes: length of the pickled trees that stand before the executable
 
 
@@ -86,36 +83,27 @@ class ArtifactStore:
 
     def __init__(self, root: Path | None, fingerprint: Fingerprint):
         self.fingerprint = fingerprint
-        self.root: Path | None = None
-        self.folder: Path | None = None
-        self.writable = False
         self._lock = threading.Lock()
         self._manifest: dict[str, Any] = _empty_manifest()
-        self.fresh = True  # the folder held no manifest of this fingerprint
-        if root is not None:
-            self._open(Path(os.path.realpath(root)))
+        self._folder = Folder.open(root, "programs", fingerprint.digest)
+        if self._folder is not None:
+            self._manifest = self._read_manifest(complain=True)
+            self._describe("fingerprint.json", fingerprint.components)
 
-    def _open(self, root: Path) -> None:
-        folder = root / "programs" / self.fingerprint.digest
-        try:
-            trust.make_folder(root, folder)
-        except Untrusted as error:
-            logger.warning("warmup cache not used: %s", error)
-            return
-        except OSError as error:
-            if not folder.is_dir():
-                logger.warning("warmup cache not used: cannot create %s: %s", folder, error.strerror)
-                return
-        self.root, self.folder = root, folder
-        self.writable = os.access(folder, os.W_OK)
-        if not self.writable:
-            logger.warning("warmup cache %s is read-only: new programs are not stored", folder)
-        self._manifest = self._read_manifest(complain=True)
-        self.fresh = not self._manifest["entries"]
-        self._write("fingerprint.json", _json(self.fingerprint.components), only_if_missing=True)
-        if self.writable:
-            with contextlib.suppress(OSError):
-                os.utime(folder)  # last used, for `warmup.cache.prune`
+    @property
+    def root(self) -> Path | None:
+        """The cache's root; `None` if there is no cache, or none that can be used."""
+        return self._folder.root if self._folder else None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this fingerprint, likewise."""
+        return self._folder.path if self._folder else None
+
+    @property
+    def writable(self) -> bool:
+        """Entries can be stored, as far as is known."""
+        return self._folder is not None and self._folder.writable
 
     # Reading.
 
@@ -131,9 +119,9 @@ class ArtifactStore:
 
     def files(self) -> dict[str, Path]:
         """The file of each entry."""
-        if self.folder is None:
+        if self._folder is None:
             return {}
-        return {name: self.folder / entry["file"] for name, entry in self._manifest["entries"].items()}
+        return {name: self._folder.path / entry["file"] for name, entry in self._manifest["entries"].items()}
 
     def load(self, name: str, arguments: str, lines: Callable[[], list[str]]) -> Artifact | Miss:
         """Reads and checks one entry. Thread-safe.
@@ -141,7 +129,7 @@ class ArtifactStore:
         ``arguments`` is the digest of the program's abstract arguments; ``lines`` describes them, for the message if
         they differ.
         """
-        if self.folder is None:
+        if self._folder is None:
             return Miss("no cache", quiet=True)
         entry = self._manifest["entries"].get(name)
         if entry is None:
@@ -149,7 +137,7 @@ class ArtifactStore:
         if entry["arguments"] != arguments:
             return Miss(f"made for other arguments: {self._explain_arguments(name, lines())}")
         try:
-            data = trust.read(self.folder / entry["file"])
+            data = self._folder.read(entry["file"])
         except FileNotFoundError:
             return Miss(f"its file {entry['file']} is missing")
         except Untrusted as error:
@@ -158,8 +146,8 @@ class ArtifactStore:
             return Miss(f"its file {entry['file']} cannot be read: {error.strerror}")
         if len(data) != entry["size"]:
             return Miss(f"its file {entry['file']} has {len(data)} bytes instead of {entry['size']}")
-        if hashlib.sha256(data).hexdigest() != entry["checksum"]:
-            return Miss(f"its file {entry['file']} has another checksum than the manifest")
+        if self._checksum(name, arguments, data) != entry["checksum"]:
+            return Miss(f"its file {entry['file']} has another checksum than what was stored for this program")
         return _unpack(data)
 
     # Writing.
@@ -167,9 +155,9 @@ class ArtifactStore:
     def put(self, name: str, artifact: Artifact, arguments: str) -> Pending | None:
         """Writes an entry's file; `commit` makes it valid once it has run. `None` if it could not be written."""
         data = _pack(artifact)
-        checksum = hashlib.sha256(data).hexdigest()
+        checksum = self._checksum(name, arguments, data)
         file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{checksum[:16]}.bin"
-        if not self._write(file, data):
+        if self._folder is None or not self._folder.write(file, data):
             return None
         return Pending(name, file, checksum, len(data), arguments)
 
@@ -190,7 +178,7 @@ class ArtifactStore:
                 manifest["entries"][fields.pop("name")] = fields
             manifest["proof"] = None  # these have not been through a proof
         if arguments is not None and groups is not None:
-            self._write("arguments.json", _json({"programs": dict(arguments), "groups": dict(groups)}))
+            self._describe("arguments.json", {"programs": dict(arguments), "groups": dict(groups)})
 
     def discard(self, name: str) -> None:
         """Takes an entry out of the manifest: it turned out to be unusable."""
@@ -230,7 +218,7 @@ class ArtifactStore:
             try:
                 components = json.loads(trust.read(folder / "fingerprint.json"))
                 lines = self.fingerprint.diff(components)
-            except (OSError, Untrusted, ValueError, AttributeError):
+            except (OSError, Untrusted, ValueError, AttributeError, RecursionError):
                 continue  # a folder that cannot be read explains nothing
             if nearest is None or len(lines) < len(nearest):
                 nearest = lines
@@ -246,11 +234,11 @@ class ArtifactStore:
         return []
 
     def _explain_arguments(self, name: str, lines: Sequence[str]) -> str:
-        assert self.folder is not None
+        assert self._folder is not None
         try:
-            stored = json.loads(trust.read(self.folder / "arguments.json"))
+            stored = json.loads(self._folder.read("arguments.json"))
             old = [line for group in stored["programs"][name] for line in stored["groups"][group]]
-        except (OSError, Untrusted, ValueError, KeyError, TypeError):
+        except (OSError, Untrusted, ValueError, KeyError, TypeError, RecursionError):
             return "their description is not stored"
         changed = [f"-{line}" for line in old if line not in lines] + [f"+{line}" for line in lines if line not in old]
         return shorten(changed) or "another order"
@@ -259,71 +247,46 @@ class ArtifactStore:
 
     def _read_manifest(self, *, complain: bool) -> dict[str, Any]:
         """The manifest, or an empty one. Whatever is wrong with it, everything is compiled again."""
-        assert self.folder is not None
-        path = self.folder / "manifest.json"
+        assert self._folder is not None
         try:
-            manifest = json.loads(trust.read(path))
+            manifest = json.loads(self._folder.read("manifest.json"))
             check_manifest(manifest)
             if manifest["fingerprint"] != self.fingerprint.digest:
                 raise ValueError(f"it belongs to fingerprint {manifest['fingerprint']}")
             return manifest
         except FileNotFoundError:
             pass
-        except (OSError, Untrusted, ValueError) as error:
+        except (OSError, Untrusted, ValueError, RecursionError) as error:
             if complain:
+                path = self._folder.path / "manifest.json"
                 logger.warning("warmup cache: %s cannot be used, all programs are compiled again: %s", path, error)
         return _empty_manifest()
 
     @contextlib.contextmanager
     def _update(self) -> Iterator[dict[str, Any]]:
-        """Reads, changes and replaces the manifest under a lock between threads and processes."""
-        if self.folder is None or not self.writable:
-            yield self._manifest  # this process alone
+        """Reads, changes and replaces the manifest under a lock between threads and processes; where it cannot be written, changes
+        what this process knows of it."""
+        if self._folder is None:
+            yield self._manifest
             return
-        with self._lock, self._file_lock():
-            manifest = self._read_manifest(complain=False)
+        with self._lock, self._folder.locked():
+            manifest = self._read_manifest(complain=False) if self.writable else self._manifest
             yield manifest
             manifest["fingerprint"] = self.fingerprint.digest
             self._manifest = manifest
-            self._write("manifest.json", _json(manifest))
+            self._folder.write("manifest.json", _json(manifest))
 
-    @contextlib.contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        assert self.folder is not None
-        try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)  # another process may have pruned it
-            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            self._stop_writing(error)
-            yield
-            return
-        try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+    def _describe(self, file: str, value: object) -> None:
+        """Writes a file that only explains, unless it says that already."""
+        assert self._folder is not None
+        data = _json(value)
+        with contextlib.suppress(OSError, Untrusted):  # it is not there, or something else is: it is written
+            if self._folder.read(file) == data:
+                return
+        self._folder.write(file, data)
 
-    def _write(self, file: str, data: bytes, *, only_if_missing: bool = False) -> bool:
-        if self.folder is None or not self.writable:
-            return False
-        path = self.folder / file
-        if only_if_missing and path.exists():
-            return True
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            trust.write_atomic(path, data)
-        except OSError as error:
-            self._stop_writing(error)
-            return False
-        return True
-
-    def _stop_writing(self, error: OSError) -> None:
-        if self.writable:
-            self.writable = False
-            logger.warning(
-                "warmup cache %s cannot be written, going on without storing: %s", self.folder, error.strerror
-            )
+    def _checksum(self, name: str, arguments: str, data: bytes) -> str:
+        return seal([self.fingerprint.digest, name, arguments], data)
 
     @staticmethod
     def _entries_digest(manifest: Mapping[str, Any]) -> str:
@@ -359,7 +322,7 @@ def check_manifest(manifest: object) -> None:
         fields = {"file": str, "checksum": str, "size": int, "arguments": str}
         if not isinstance(entry, dict) or not all(isinstance(entry.get(field), kind) for field, kind in fields.items()):
             raise ValueError(f"its entry {name!r} is malformed")
-        if Path(entry["file"]).name != entry["file"]:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", entry["file"]):
             raise ValueError(f"its entry {name!r} names the path {entry['file']!r}")
 
 

@@ -169,8 +169,7 @@ def build_target(
     # Any number of pages makes the same fingerprint.
     model = make(dataclasses.replace(config, kv_pages=config.pages_per_slot + 1)).model
     store = open_store(root, model, config, devices, budget=budget)
-    stored = store.resolved.get("kv_pages")
-    pages = resolve_kv_pages(make, config, budget, stored=stored if isinstance(stored, int) else None)
+    pages = resolve_kv_pages(make, config, budget, stored=store.resolved.get("kv_pages"))
 
     def compile_all(engine: Engine, describer: ArgumentDescriber) -> tuple[dict[str, ProgramMemory], list[Pending]]:
         programs = engine.programs()
@@ -194,7 +193,7 @@ def build_target(
     engine, describer = make(dataclasses.replace(config, kv_pages=pages)), ArgumentDescriber({"kv_pages": pages})
     memory, pending = compile_all(engine, describer)
     plan = measure(engine, budget, memory)
-    if not plan.fits and stored is None:
+    if not plan.fits:
         pages = resolve_kv_pages(make, config, budget, memory=memory)
         engine, describer = make(dataclasses.replace(config, kv_pages=pages)), ArgumentDescriber({"kv_pages": pages})
         memory, pending = compile_all(engine, describer)

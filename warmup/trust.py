@@ -6,9 +6,13 @@ each parent up to the cache's root belong to the user or to root, and nobody els
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 class Untrusted(Exception):
@@ -28,8 +32,9 @@ def make_folder(root: Path, folder: Path) -> None:
         step = root.joinpath(*parts[:depth])
         try:
             step.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
+        except OSError:  # it exists; a read-only file system may say otherwise
+            if not os.path.lexists(step):
+                raise
         check(step, directory=True)
 
 
@@ -40,12 +45,12 @@ def check(path: Path, *, directory: bool) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file, checked on the open descriptor. Links are not followed.
+    """The content of a file, checked on the open descriptor. Links are not followed, and a pipe is not waited for.
 
     Raises:
       Untrusted, OSError: as `check`.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb", buffering=0) as file:
         _check_status(path, os.fstat(descriptor), directory=False)
         return file.read()
@@ -64,9 +69,26 @@ def _check_status(path: Path, status: os.stat_result, *, directory: bool) -> Non
         raise Untrusted(f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it")
 
 
+def remove(path: Path) -> None:
+    """Removes what stands there, be it a file, a link or a folder; nothing is fine too. Raises `OSError`."""
+    try:
+        path.unlink(missing_ok=True)
+    except (IsADirectoryError, PermissionError):  # the latter is what POSIX wants for a folder, and macOS gives
+        if path.is_symlink() or not path.is_dir():
+            raise
+        shutil.rmtree(path)
+
+
 def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file, mode 600, so that readers see all of it or none: temporary file, fsync, rename, fsync of the
-    folder.
+    """Writes a file with `replacing`."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file, mode 600, to be written inside the block, so that readers of ``path`` see all of it or none: temporary file, fsync,
+    rename, fsync of the folder. A folder in its place is removed.
 
     Raises:
       OSError: disk full, read-only, ...; nothing is left behind.
@@ -74,11 +96,12 @@ def write_atomic(path: Path, data: bytes | memoryview) -> None:
     temporary = path.with_name(f".tmp-{os.getpid()}-{os.urandom(4).hex()}-{path.name}"[:200])
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with open(descriptor, "wb", buffering=0) as file:
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
             os.fsync(descriptor)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -6,15 +6,14 @@ Layout under the cache's root (``--warmup-cache``)::
     weights/<key>/<number>.npy    one array of the weights each, whole (not sharded)
 
 The key covers what the arrays are made from: the checkpoint's files (path, size, time of change), the model's configuration, the
-abstract weights, and the source of what converts. The rules of trust are those of programs (``warmup/trust.py``). Whatever is
-wrong with a folder, the weights are converted from the checkpoint again, and one line says why.
+abstract weights, and the source of what converts; the manifest says which key it is for. The rules of trust are those of programs
+(``warmup/trust.py``). An array that is not what the manifest says is converted from the checkpoint again and replaced, and one line says why.
 
 On CPU the mapped pages are the weights themselves: nothing is copied, and servers of one model share them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -34,6 +33,7 @@ from engine.config import ModelConfig
 from warmup import trust
 from warmup.cache import DEFAULT_LIMIT
 from warmup.fingerprint import source_digests
+from warmup.folder import Folder
 from warmup.trust import Untrusted
 
 logger = logging.getLogger(__name__)
@@ -65,78 +65,71 @@ class WeightsCache:
     def __init__(
         self, root: Path | None, files: Sequence[Path], model: ModelConfig, abstract: Any, *, worth: int = WORTH
     ):
-        self.folder: Path | None = None
-        self._entries: dict[int, _Entry] = {}  # found when opened
+        self._entries: dict[int, _Entry] = {}  # valid as far as is known
         self._written: dict[int, _Entry] = {}
         self._lock = threading.Lock()
-        self._writing = False
+        self._folder: Folder | None = None
         leaves = jax.tree.leaves(abstract)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         if root is None or not worth <= size <= LARGEST:
             return
-        root = Path(os.path.realpath(root))
-        folder = root / "weights" / _key(files, model, abstract)
+        self._key = _key(files, model, abstract)
+        self._folder = folder = Folder.open(root, "weights", self._key)
+        if folder is None:
+            return
         try:
-            trust.make_folder(root, folder)
-            self._entries = _read_manifest(folder, leaves)
-            free = shutil.disk_usage(folder).free
+            self._entries = _read_manifest(folder, self._key, leaves)
         except FileNotFoundError:
-            free = shutil.disk_usage(folder).free  # nothing stored yet
-        except (Untrusted, OSError, ValueError) as error:
-            logger.warning("weights cache %s is not used: %s", folder, error)
-            return
-        self.folder = folder
-        if self._entries:
-            with contextlib.suppress(OSError):
-                os.utime(folder)  # last used, for `warmup.cache.prune`
-            return
-        self._writing = free > 2 * size
-        if not self._writing:
-            logger.warning("weights cache %s: not stored, the disk has %d MiB left for %d", folder, free >> 20, size >> 20)
+            pass  # nothing stored yet
+        except (OSError, Untrusted, ValueError, RecursionError) as error:
+            logger.warning("weights cache: converting all arrays again: %s cannot be used: %s", folder.path / "manifest.json", error)
+        if not self._entries and folder.writable:
+            try:
+                free = shutil.disk_usage(folder.path).free
+            except OSError as error:
+                folder.stop_writing(error)
+            else:
+                if free < 2 * size:
+                    folder.stop_writing(f"the disk has {free >> 20} MiB left for {size >> 20}")
 
     def get(self, index: int) -> np.ndarray | None:
         """The array of the leaf with this number, mapped read-only; `None` if it must be made. Thread-safe."""
         entry = self._entries.get(index)
         if entry is None:
             return None
-        path = self.folder / entry.file
+        path = self._folder.path / entry.file
         try:
             trust.check(path, directory=False)
-            array = np.load(path, mmap_mode="r", allow_pickle=False).view(np.dtype(entry.dtype))
+            array = np.lib.format.open_memmap(path, mode="r").view(np.dtype(entry.dtype))
             if array.shape != entry.shape:
                 raise ValueError(f"it holds {array.shape} instead of {entry.shape}")
             if _checksum(array) != entry.checksum:
                 raise ValueError("it has another checksum than the manifest")
-        except (Untrusted, OSError, ValueError) as error:
+        except Exception as error:  # whatever numpy raises: the file is bad, and converting is the remedy
             logger.warning("weights cache: converting array %d again: %s: %s", index, path, error)
+            with self._lock:
+                self._entries.pop(index, None)
             return None
         return np.asarray(array)
 
     def put(self, index: int, array: np.ndarray) -> None:
         """Keeps a converted array; `commit` makes all of them valid. Thread-safe."""
-        if not self._writing:
+        if self._folder is None or index in self._entries:
             return
         entry = _Entry(f"{index}.npy", array.dtype.name, array.shape, _checksum(array))
-        try:
-            _save(self.folder / entry.file, array)
-        except OSError as error:
+        # Types that numpy does not know are stored as raw bytes.
+        raw = array if array.dtype.isbuiltin == 1 else array.view(f"V{array.dtype.itemsize}")
+        if self._folder.save(entry.file, lambda file: np.save(file, raw, allow_pickle=False)):
             with self._lock:
-                if self._writing:
-                    self._writing = False
-                    logger.warning("weights cache %s cannot be written, going on without: %s", self.folder, error.strerror)
-            return
-        with self._lock:
-            self._written[index] = entry
+                self._written[index] = entry
 
     def commit(self, count: int) -> None:
         """All ``count`` arrays have been put: the next start may use them."""
-        if not self._writing or len(self._written) != count:
+        entries = self._entries | self._written
+        if self._folder is None or not self._written or len(entries) != count:
             return
-        arrays = {str(index): dataclasses.asdict(entry) for index, entry in sorted(self._written.items())}
-        try:
-            trust.write_atomic(self.folder / "manifest.json", json.dumps({"arrays": arrays}, indent=1).encode())
-        except OSError as error:
-            logger.warning("weights cache %s cannot be written, going on without: %s", self.folder, error.strerror)
+        arrays = {str(index): dataclasses.asdict(entry) for index, entry in sorted(entries.items())}
+        self._folder.write("manifest.json", json.dumps({"key": self._key, "arrays": arrays}, indent=1).encode())
 
 
 def _key(files: Sequence[Path], model: ModelConfig, abstract: Any) -> str:
@@ -148,9 +141,11 @@ def _key(files: Sequence[Path], model: ModelConfig, abstract: Any) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
-def _read_manifest(folder: Path, leaves: Sequence[jax.ShapeDtypeStruct]) -> dict[int, _Entry]:
-    stored = json.loads(trust.read(folder / "manifest.json"))
+def _read_manifest(folder: Folder, key: str, leaves: Sequence[jax.ShapeDtypeStruct]) -> dict[int, _Entry]:
+    stored = json.loads(folder.read("manifest.json"))
     try:
+        if stored["key"] != key:
+            raise ValueError(f"it belongs to the weights {stored['key']!r}")
         entries = {
             int(index): _Entry(f"{int(index)}.npy", str(entry["dtype"]), tuple(entry["shape"]), int(entry["checksum"]))
             for index, entry in stored["arrays"].items()
@@ -171,16 +166,3 @@ def _checksum(array: np.ndarray) -> int:
         checksum = zlib.crc32(view[start : start + CHUNK], checksum)
     return checksum
 
-
-def _save(path: Path, array: np.ndarray) -> None:
-    """As `trust.write_atomic`, without holding the bytes twice. Types that numpy does not know are stored as raw bytes."""
-    temporary = path.with_name(f".tmp-{os.getpid()}-{os.urandom(4).hex()}-{path.name}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            np.save(file, array if array.dtype.isbuiltin == 1 else array.view(f"V{array.dtype.itemsize}"), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

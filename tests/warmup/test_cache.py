@@ -62,13 +62,26 @@ def test_a_start_that_stores_keeps_the_cache_within_its_limit(root, monkeypatch)
     assert "max-len 32" in second.label
 
 
-def test_jax_own_cache_counts_as_one(root):
-    (root / "xla").mkdir(mode=0o700)
-    (root / "xla" / "jit_f-0-cache").write_bytes(b"x" * 500)
+def test_each_platform_of_jax_own_cache_is_a_folder(root):
+    platform = root / "xla" / "here"
+    platform.mkdir(parents=True, mode=0o700)
+    (platform / "jit_f-0-cache").write_bytes(b"x" * 500)
     (item,) = list_cache(root)
-    assert (item.programs, item.size) == (1, 500)
-    assert prune(root, 100)[0].path == root / "xla"
-    assert not (root / "xla").exists()
+    assert (item.path, item.programs, item.size) == (platform, 1, 500)
+    assert prune(root, 100, keep=platform) == []
+    assert prune(root, 100) == [item]
+    assert not platform.exists()
+
+
+def test_entries_of_an_earlier_version_are_swept_after_an_hour(root):
+    (root / "xla").mkdir(mode=0o700)
+    old = root / "xla" / "jit_f-0-cache"
+    old.write_bytes(b"x" * 500)
+    os.utime(old, (1000, 1000))
+    prune(root, 10**9, now=1000 + 3599)
+    assert old.exists()
+    prune(root, 10**9, now=1000 + 3601)
+    assert not old.exists()
 
 
 def test_what_killed_processes_left_is_swept_after_an_hour(root):
@@ -77,7 +90,7 @@ def test_what_killed_processes_left_is_swept_after_an_hour(root):
     named.write_bytes(b"n")
     temporary.write_bytes(b"t")
     manifest = {
-        "format": 1,
+        "format": 2,
         "fingerprint": "a",
         "resolved": {},
         "proof": None,

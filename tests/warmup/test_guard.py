@@ -9,7 +9,7 @@ import pytest
 
 from warmup.errors import CompiledWhileServing
 from warmup.guard import Guard
-from warmup.manual import use_persistent_cache
+from warmup.xla_cache import use_xla_cache
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def test_strict_refuses_in_the_calling_thread_and_before_the_compile(guard):
 
 def test_a_hit_of_the_persistent_cache_is_no_compile(tmp_path):
     tmp_path.chmod(0o700)
-    assert use_persistent_cache(tmp_path)
+    assert use_xla_cache(tmp_path, "here")
     try:
         with Guard() as guard:
             jax.jit(double)(np.zeros(15, np.float32))
@@ -124,5 +124,5 @@ def test_a_hit_of_the_persistent_cache_is_no_compile(tmp_path):
             second = guard.counts("startup")
             assert (second.traces, second.compiles, second.cache_hits) == (2, 1, 1)
     finally:
-        use_persistent_cache(None)
+        use_xla_cache(None, "")
         jax.config.update("jax_enable_compilation_cache", True)

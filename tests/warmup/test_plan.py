@@ -81,11 +81,16 @@ def test_the_refusal_names_the_largest_max_len_that_fits():
     assert need(length) <= need(608) < need(length + 1)
 
 
-def test_a_stored_number_is_used_again_and_checked():
-    config = toy.engine_config()
-    assert resolve_kv_pages(make, config, 10**9, stored=4, memory=NOTHING) == 4
-    with pytest.raises(DoesNotFit, match="4 KV pages"):
-        resolve_kv_pages(make, config, base(4) - 1, stored=4, memory=NOTHING)
+def test_a_stored_number_is_used_again():
+    assert resolve_kv_pages(make, toy.engine_config(), 10**9, stored=4, memory=NOTHING) == 4
+
+
+@pytest.mark.parametrize("stored", [4, 2, 6, 0, -5, 10**30, True, 3.5, "4", [4], {}])
+def test_a_stored_number_that_cannot_be_right_is_found_again(stored, caplog):
+    """One that does not fit (4), less than a sequence needs (3), more than all slots can use (5), and what is no number."""
+    assert resolve_kv_pages(make, toy.engine_config(), base(4) - 1, stored=stored, memory=NOTHING) == 3
+    (line,) = caplog.messages
+    assert "KV pages" in line and repr(stored) in line
 
 
 def test_layouts_shrink_whole():
@@ -121,7 +126,7 @@ def start(root, budget, guard):
     )
     made.install(prepared.executables)
     made.set_weights()
-    made.allocate()
+    prepared.allocate(made)
     prepared.touch_all(made)
     return made, plan
 

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.jax_engine import JaxEngine
 from tests.warmup import toy
 from warmup.errors import DonationLost, WarmupError
-from warmup.manual import use_persistent_cache
+from warmup.xla_cache import use_xla_cache
 from warmup.prepare import touch_lanes
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ NAMES = ["init_state", "init_prefix", "prefill/16", "prefill/32", "insert", "gen
 @pytest.fixture
 def root(tmp_path):
     yield tmp_path / "cache"
-    use_persistent_cache(None)
+    use_xla_cache(None, "")
     jax.config.update("jax_enable_compilation_cache", True)
     jax.clear_caches()
 

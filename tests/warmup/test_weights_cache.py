@@ -103,18 +103,46 @@ def flip(path):
     path.write_bytes(data)
 
 
+def folder_in_its_place(path):
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("x")
+
+
+def pipe_in_its_place(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def archive_in_its_place(path):
+    with path.open("wb") as file:
+        np.savez(file, np.zeros(3))
+
+
+def exchange_keys(path):
+    """A manifest that another checkpoint's folder would have."""
+    path.write_text(path.read_text().replace(path.parent.name, "0" * 20))
+
+
 ARRAY_FAULTS = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "truncated in its header": lambda path: path.write_bytes(path.read_bytes()[:20]),
+    "empty": lambda path: path.write_bytes(b""),
     "one bit": flip,
     "missing": lambda path: path.unlink(),
     "of another shape": lambda path: np.save(path, np.zeros(3, np.float32)),
+    "of odd bytes": lambda path: np.save(path, np.zeros(3, np.int8)),
     "a pickle": lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+    "an archive": archive_in_its_place,
+    "garbage": lambda path: path.write_bytes(path.read_bytes()[:10] + b"{" * 1000),
     "writable by all": lambda path: path.chmod(0o666),
+    "a folder": folder_in_its_place,
+    "a pipe": pipe_in_its_place,
 }
 
 
 @pytest.mark.parametrize("fault", ARRAY_FAULTS)
-def test_a_faulty_array_is_converted_again(folder, tmp_path, fault, caplog):
+def test_a_faulty_array_is_converted_again_and_replaced(folder, tmp_path, fault, caplog):
     root = tmp_path / "cache"
     first, _ = load(folder, root)
     ARRAY_FAULTS[fault](stored(root) / "0.npy")  # the embedding
@@ -122,26 +150,57 @@ def test_a_faulty_array_is_converted_again(folder, tmp_path, fault, caplog):
         again, reads = load(folder, root)
     assert reads == ["model.embed_tokens.weight"]
     (line,) = caplog.messages
-    assert "converting array 0 again" in line
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+    assert "converting array 0 again" in line and "0.npy" in line
+    third, reads = load(folder, root)
+    assert reads == [] and len(caplog.messages) == 1
+    for one, other, last in zip(*map(jax.tree.leaves, (first, again, third)), strict=True):
         np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(one, last)
+
+
+def test_exchanged_arrays_are_converted_again(folder, tmp_path, caplog):
+    """Of one shape and type, so that only their content tells."""
+    root = tmp_path / "cache"
+    first, _ = load(folder, root)
+    arrays = json.loads((stored(root) / "manifest.json").read_text())["arrays"]
+    one, other = next(
+        (arrays[a]["file"], arrays[b]["file"])
+        for a in arrays
+        for b in arrays
+        if a < b and arrays[a]["shape"] == arrays[b]["shape"] and arrays[a]["checksum"] != arrays[b]["checksum"]
+    )
+    (stored(root) / one).rename(stored(root) / "kept")
+    (stored(root) / other).rename(stored(root) / one)
+    (stored(root) / "kept").rename(stored(root) / other)
+    again, _ = load(folder, root)
+    assert len(caplog.messages) == 2 and {one, other} == {name for name in (one, other) if name in caplog.text}
+    for array, same in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(array, same)
 
 
 MANIFEST_FAULTS = {
-    "no JSON": "{",
-    "no arrays": "{}",
-    "other arrays": json.dumps({"arrays": {"0": {"dtype": "float32", "shape": [1], "checksum": 1}}}),
+    "no JSON": lambda path: path.write_text("{"),
+    "too deep": lambda path: path.write_text("[" * 100_000),
+    "no object": lambda path: path.write_text("[]"),
+    "no arrays": lambda path: path.write_text(json.dumps({"key": path.parent.name})),
+    "other arrays": lambda path: path.write_text(
+        json.dumps({"key": path.parent.name, "arrays": {"0": {"dtype": "float32", "shape": [1], "checksum": 1}}})
+    ),
+    "of another checkpoint": exchange_keys,
+    "a folder": folder_in_its_place,
 }
 
 
 @pytest.mark.parametrize("fault", MANIFEST_FAULTS)
-def test_a_faulty_manifest_is_not_used(folder, tmp_path, fault, caplog):
+def test_a_faulty_manifest_converts_all_again_and_is_replaced(folder, tmp_path, fault, caplog):
     root = tmp_path / "cache"
     load(folder, root)
-    (stored(root) / "manifest.json").write_text(MANIFEST_FAULTS[fault])
+    MANIFEST_FAULTS[fault](stored(root) / "manifest.json")
     with caplog.at_level(logging.WARNING):
         _, reads = load(folder, root)
-    assert reads and len(caplog.messages) == 1 and "is not used" in caplog.messages[0]
+    assert reads and len(caplog.messages) == 1 and "converting all arrays again" in caplog.messages[0]
+    _, reads = load(folder, root)
+    assert reads == [] and len(caplog.messages) == 1
 
 
 def test_a_folder_that_others_can_write_is_not_used(folder, tmp_path, caplog):

@@ -67,6 +67,9 @@ class ToyEngine:
         lose_donation: str = "",
         break_program: str = "",
         break_touch: str = "",
+        break_once: str = "",
+        step: int = 1,
+        meanwhile: Callable[[], None] | None = None,
     ):
         self.model = model or model_config()
         self.config = config or engine_config()
@@ -74,6 +77,9 @@ class ToyEngine:
         self.mesh = Mesh(np.array(self.devices), ("tp",))
         self._sharding = NamedSharding(self.mesh, PartitionSpec())
         self._lose, self._break, self._break_touch = lose_donation, break_program, break_touch
+        self._break_once = break_once  # a program, or "allocate"
+        self._step = step  # that generate adds
+        self._meanwhile = meanwhile  # what happens between opening the store and reading it
         self.abstract_weights = {"w": self._abstract(HIDDEN, HIDDEN)}
         self.abstract_state = State(self._abstract(self.config.kv_pages, HIDDEN), self._abstract(dtype=jnp.int32))
         self.abstract_prefix = self._abstract(self.config.prefix_capacity, HIDDEN)
@@ -86,6 +92,9 @@ class ToyEngine:
 
     def programs(self) -> tuple[Program, ...]:
         state, prefix, weights = self.abstract_state, self.abstract_prefix, self.abstract_weights
+        if self._meanwhile is not None:
+            self._meanwhile, meanwhile = None, self._meanwhile
+            meanwhile()
 
         def init_state():
             return State(jnp.zeros(state.pages.shape), jnp.int32(0))
@@ -105,7 +114,7 @@ class ToyEngine:
 
         def generate(rows):
             def generate(state, weights, shift):
-                pages = state.pages.at[:rows].add(shift[0].astype(jnp.float32))
+                pages = state.pages.at[:rows].add(self._step * shift[0].astype(jnp.float32))
                 return State(pages, state.count + 1), (pages[:rows] @ weights["w"]).sum()
 
             return generate
@@ -150,7 +159,15 @@ class ToyEngine:
     def put(self, value: np.ndarray) -> jax.Array:
         return jax.device_put(value, self._sharding)
 
+    def _broken_once(self, what: str) -> None:
+        """Fails the first time, as XLA may: with the donated state gone."""
+        if what == self._break_once:
+            self._break_once = ""
+            jax.tree.map(lambda array: array.delete(), self.state)
+            raise RuntimeError("broken once")
+
     def allocate(self) -> None:
+        self._broken_once("allocate")
         self.state = self.call("init_state")
         self.prefixes = [self.call("init_prefix") for _ in range(2)]
 
@@ -160,6 +177,7 @@ class ToyEngine:
     def touch(self, name: str) -> None:
         if name == self._break_touch:
             raise RuntimeError("broken touch")
+        self._broken_once(name)
         kind, _, size = name.partition("/")
         prefix = self.prefixes.pop()  # one for each lane: running out is an error
         match kind:
@@ -204,7 +222,7 @@ def warm(mode: str, root: Path | None, **engine_options) -> dict:
         prepared = prepare(engine, mode, store, report=report, guard=guard)
         engine.install(prepared.executables)
         engine.set_weights()
-        engine.allocate()
+        prepared.allocate(engine)
         prepared.touch_all(engine)
         startup = dataclasses.asdict(guard.counts("startup"))
         guard.ready()
