@@ -79,12 +79,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Writes a file with `replacing`."""
-    with replacing(path) as file:
-        file.write(data)
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file, mode 600, to be written inside the block, so that readers of ``path`` see all of it or none: temporary file, fsync,

@@ -70,6 +70,11 @@ def insert_of(mode: str, folder: Path) -> Path:
     return file
 
 
+def store_of(root, **changes):
+    engine = toy.ToyEngine()
+    return open_store(root, engine.model, engine.config, engine.devices, **changes)
+
+
 def again(mode, root, caplog, *, tokens=toy.TOKENS, **options) -> tuple[list[str], list[str]]:
     """Starts once more; which programs were compiled, and the lines of warning."""
     caplog.clear()
@@ -116,11 +121,8 @@ def link(file: Path) -> None:
 
 
 OTHER = "bytes instead of|checksum|not hold what was stored"
-ENTRY_FAULTS = {
-    "truncated": (truncate, OTHER),
-    "garbage": (garbage, OTHER),
-    "one bit": (flip, OTHER),
-    "empty": (empty, OTHER),
+CONTENT_FAULTS = {"truncated": (truncate, OTHER), "garbage": (garbage, OTHER), "one bit": (flip, OTHER), "empty": (empty, OTHER)}
+FILE_FAULTS = {
     "folder": (folder_in_its_place, "Is a directory|not a plain file"),
     "pipe": (pipe_in_its_place, "not a plain file"),
     "link": (link, "cannot be read"),
@@ -129,31 +131,36 @@ ENTRY_FAULTS = {
 
 
 @both_modes
-@pytest.mark.parametrize("fault", ENTRY_FAULTS)
-def test_a_faulty_entry_alone_is_compiled_again_and_replaced(root, filled, caplog, mode, fault):
-    spoil, why = ENTRY_FAULTS[fault]
-    file = insert_of(mode, filled[mode])
-    spoil(file)
+@pytest.mark.parametrize("faults", [CONTENT_FAULTS, FILE_FAULTS], ids=["content", "file"])
+def test_faulty_entries_alone_are_compiled_again_and_replaced(root, filled, caplog, mode, faults):
+    """Each fault for another entry."""
+    spoilt = dict(zip(faults, entries(mode, filled[mode]), strict=False))
+    for fault, file in spoilt.items():
+        faults[fault][0](file)
     compiled, lines = again(mode, root, caplog)
-    assert compiled == ["insert"]
-    assert len(lines) == 1 and re.search(r"compiling (program |jit_)insert again", lines[0]) and file.name in lines[0]
-    assert re.search(why, lines[0])
+    assert len(compiled) == len(lines) == len(faults)
+    for fault, file in spoilt.items():
+        (line,) = [line for line in lines if file.name in line]
+        assert re.search(r"compiling (program |jit_)\S+ again: ", line) and re.search(faults[fault][1], line), fault
     assert again(mode, root, caplog) == ([], [])
 
 
 @both_modes
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")], ids=str)
-def test_an_unreadable_entry_is_compiled_again(root, filled, caplog, monkeypatch, mode, error):
-    file, real_open = insert_of(mode, filled[mode]), os.open
+def test_entries_that_the_system_does_not_read(root, filled, caplog, monkeypatch, mode):
+    forbidden, broken, *_ = entries(mode, filled[mode])
+    errors = {str(forbidden): PermissionError(13, "Permission denied"), str(broken): OSError(5, "Input/output error")}
+    real_open = os.open
 
     def no_reading(path, flags, *rest, **options):
-        if str(path) == str(file):
-            raise error
+        if str(path) in errors:
+            raise errors[str(path)]
         return real_open(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", no_reading)  # root may read everything
     compiled, lines = again(mode, root, caplog)
-    assert compiled == ["insert"] and len(lines) == 1 and f"cannot be read: {error.strerror}" in lines[0]
+    assert len(compiled) == len(lines) == 2
+    for file, error in errors.items():
+        assert sum(Path(file).name in line and f"cannot be read: {error.strerror}" in line for line in lines) == 1
 
 
 @both_modes
@@ -207,22 +214,21 @@ def test_an_exchanged_entry_with_the_same_signature_does_not_run(root, caplog):
 
 
 def test_a_stored_entry_is_bound_to_name_arguments_and_fingerprint(root):
-    engine = toy.ToyEngine()
-    store = open_store(root, engine.model, engine.config, engine.devices)
+    store = store_of(root)
     store.commit([store.put(name, Artifact(name.encode(), (0,)), "x") for name in ("a", "b")])
     assert bytes(store.load("a", "x", list).payload) == b"a"
     manifest = json.loads((store.folder / "manifest.json").read_text())
     manifest["entries"]["a"] = manifest["entries"]["b"]
     (store.folder / "manifest.json").write_text(json.dumps(manifest))
-    store = open_store(root, engine.model, engine.config, engine.devices)
+    store = store_of(root)
     assert isinstance(store.load("a", "x", list), Miss) and bytes(store.load("b", "x", list).payload) == b"b"
     manifest["entries"]["b"]["arguments"] = "y"
-    other = open_store(root, engine.model, engine.config, engine.devices, budget=1)
+    other = store_of(root, budget=1)
     for path in store.folder.glob("*.bin"):
         shutil.copy(path, other.folder)
     manifest["fingerprint"] = other.fingerprint.digest
     (other.folder / "manifest.json").write_text(json.dumps(manifest))
-    other = open_store(root, engine.model, engine.config, engine.devices, budget=1)
+    other = store_of(root, budget=1)
     assert isinstance(other.load("b", "y", list), Miss)
 
 
@@ -264,8 +270,6 @@ def test_what_cannot_be_loaded_or_run_is_compiled_without_the_cache_once(root, f
     compiled, lines = again(mode, root, caplog)
     assert compiled == [name]
     assert len(lines) == 1 and f"compiling program {name} again" in lines[0]
-    again(mode, root, caplog)  # AOT stores it only now
-    assert again(mode, root, caplog) == ([], [])
 
 
 
@@ -306,31 +310,36 @@ MANIFEST_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", MANIFEST_FAULTS)
-def test_a_faulty_manifest_compiles_all_and_is_replaced(root, filled, caplog, fault):
+def test_a_faulty_manifest_is_as_none(root, filled, caplog, fault):
     (filled["aot"] / "manifest.json").write_bytes(MANIFEST_FAULTS[fault])
+    store = store_of(root)
+    assert store.names == () and store.resolved == {} and not store.proven
+    assert len(caplog.messages) == 1 and "manifest.json cannot be used" in caplog.messages[0]
+
+
+def test_a_faulty_manifest_compiles_all_and_is_replaced(root, filled, caplog):
+    (filled["aot"] / "manifest.json").write_bytes(b"[")
     compiled, lines = again("aot", root, caplog)
-    assert compiled == NAMES
-    assert len(lines) == 1 and "manifest.json cannot be used" in lines[0]
+    assert compiled == NAMES and len(lines) == 1 and "manifest.json cannot be used" in lines[0]
     assert again("aot", root, caplog) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "fingerprint.json", "arguments.json", ".lock"])
-def test_a_folder_in_the_place_of_any_file_is_replaced(root, filled, caplog, name):
-    folder_in_its_place(filled["aot"] / name)
-    insert_of("aot", filled["aot"]).unlink()  # so that there is something to store
+def test_folders_in_the_place_of_the_files_beside_are_replaced(root, filled, caplog):
+    for name in ("manifest.json", "fingerprint.json", "arguments.json", ".lock"):
+        folder_in_its_place(filled["aot"] / name)
     compiled, lines = again("aot", root, caplog)
-    assert compiled == (NAMES if name == "manifest.json" else ["insert"]) and len(lines) == 1
+    assert compiled == NAMES and len(lines) == 1 and "manifest.json cannot be used" in lines[0]
     assert again("aot", root, caplog) == ([], [])
     assert all(path.is_file() for path in filled["aot"].iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b'{"programs": [], "groups": {}}'])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b'{"programs": [], "groups": {}}', b'{"programs": {"insert": [[]]}}'])
 def test_files_that_only_explain_may_hold_anything(root, filled, caplog, content):
-    for name in ("fingerprint.json", "arguments.json"):
-        (filled["aot"] / name).write_bytes(content)
-    assert again("aot", root, caplog) == ([], [])
-    other = toy.engine_config(kv_pages=6)  # other arguments, which are explained
-    assert again("aot", root, caplog, config=other)[0] == NAMES
+    (filled["aot"] / "arguments.json").write_bytes(content)
+    assert "their description is not stored" in store_of(root).load("insert", "others", list).reason
+    (filled["aot"] / "fingerprint.json").write_bytes(content)
+    assert isinstance(store_of(root, budget=1).explain_miss(), str)
+    assert caplog.messages == []
 
 
 def test_an_entry_that_names_a_path_outside_is_refused(root, filled, caplog):
@@ -365,13 +374,11 @@ def test_entries_of_another_version_or_machine_are_not_used(root, filled, caplog
                 (line,) = [line for line in caplog.messages if "compiling all 7 programs" in line]
                 explained = f'versions.jaxlib: "{real("jaxlib")}" -> "0.99"' if what == "version" else "backend.cpu.machine"
                 assert explained in line
-            assert again(mode, root, caplog) == ([], [])  # with a folder of its own
-    assert again(mode, root, caplog) == ([], [])  # and this one is as it was
+    assert again(mode, root, caplog) == ([], [])  # this one is as it was
     # Nor where a folder was copied to where another machine looks.
     with monkeypatch.context() as patch:
         patch.setattr("warmup.fingerprint._cpu", lambda: {"machine": "a third"})
-        engine = toy.ToyEngine()
-        fingerprint = open_store(None, engine.model, engine.config, engine.devices).fingerprint
+        fingerprint = store_of(None).fingerprint
         name = fingerprint.digest if mode == "aot" else fingerprint.platform
         shutil.copytree(filled[mode], filled[mode].with_name(name))
         compiled, lines = again(mode, root, caplog)
@@ -381,43 +388,50 @@ def test_entries_of_another_version_or_machine_are_not_used(root, filled, caplog
 # The folders.
 
 
-@both_modes
 @pytest.mark.parametrize("which", ["folder", "parent", "root"])
-def test_a_folder_that_others_can_write_is_neither_read_nor_written(root, filled, caplog, mode, which):
-    folder = {"folder": filled[mode], "parent": filled[mode].parent, "root": root}[which]
-    folder.chmod(0o772)
+def test_a_folder_that_others_can_write_is_not_used(root, filled, caplog, which):
+    path = {"folder": filled["aot"], "parent": filled["aot"].parent, "root": root}[which]
+    path.chmod(0o772)
+    assert Folder.open(root, "programs", filled["aot"].name) is None
+    assert len(caplog.messages) == 1 and f"{path} can be written by others" in caplog.messages[0]
+
+
+@root_only
+@pytest.mark.parametrize("which", ["folder", "parent", "root"])
+def test_a_folder_of_someone_else_is_not_used(root, filled, caplog, which):
+    path = {"folder": filled["aot"], "parent": filled["aot"].parent, "root": root}[which]
+    os.chown(path, 12345, 12345)
+    assert Folder.open(root, "programs", filled["aot"].name) is None
+    assert len(caplog.messages) == 1 and f"{path} belongs to user 12345" in caplog.messages[0]
+    os.chown(path, 0, 0)
+
+
+@pytest.mark.parametrize("which", ["folder", "parent", "root", "the root's parent"])
+def test_a_file_in_the_place_of_a_folder(root, filled, caplog, which):
+    file = {"folder": filled["aot"], "parent": filled["aot"].parent}.get(which, root)
+    shutil.rmtree(file)
+    file.write_text("a file")
+    assert Folder.open(root / "below" if which == "the root's parent" else root, "programs", filled["aot"].name) is None
+    assert re.fullmatch("warmup cache not used: .*(is not a folder|cannot create).*", "".join(caplog.messages))
+    assert file.read_text() == "a file"
+
+
+@both_modes
+def test_a_start_without_a_folder_that_can_be_used(root, filled, caplog, mode):
+    filled[mode].chmod(0o777)
     before = sorted(path.name for path in filled[mode].iterdir())
     insert_of(mode, filled[mode]).write_bytes(b"x")  # would be a fault if it were read
     compiled, lines = again(mode, root, caplog)
-    assert compiled == NAMES
-    messages = {line for line in lines if f"{folder} can be written by others" in line}
-    assert len(messages) == 1 and set(lines) == messages
+    assert compiled == NAMES and len(lines) == 1 and "can be written by others" in lines[0]
     assert sorted(path.name for path in filled[mode].iterdir()) == before
 
 
 @root_only
 @both_modes
-@pytest.mark.parametrize("which", ["folder", "root", "file"])
-def test_what_belongs_to_someone_else_is_not_used(root, filled, caplog, mode, which):
-    path = {"folder": filled[mode], "root": root, "file": insert_of(mode, filled[mode])}[which]
-    os.chown(path, 12345, 12345)
+def test_a_file_of_someone_else_is_not_read(root, filled, caplog, mode):
+    os.chown(insert_of(mode, filled[mode]), 12345, 12345)
     compiled, lines = again(mode, root, caplog)
-    assert compiled == (["insert"] if which == "file" else NAMES)
-    assert lines and all("belongs to user 12345" in line for line in lines)
-    if path.exists():
-        os.chown(path, 0, 0)
-
-
-@both_modes
-@pytest.mark.parametrize("where", ["root", "root's parent", "folder's parent", "folder"])
-def test_a_file_in_the_place_of_a_folder(root, caplog, mode, where, filled):
-    file = {"root": root, "root's parent": root, "folder's parent": filled[mode].parent, "folder": filled[mode]}[where]
-    shutil.rmtree(file)
-    file.write_text("a file")
-    compiled, lines = again(mode, root / "below" if where == "root's parent" else root, caplog)
-    assert compiled == NAMES
-    assert len(lines) == 1 and re.search("warmup cache not used: .*(is not a folder|cannot create)", lines[0])
-    assert file.read_text() == "a file"
+    assert compiled == ["insert"] and len(lines) == 1 and "belongs to user 12345" in lines[0]
 
 
 def read_only(monkeypatch, folder: Path) -> None:
@@ -450,9 +464,7 @@ def test_a_read_only_folder_is_read(root, filled, caplog, monkeypatch, mode):
 
 
 @both_modes
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")], ids=str)
-def test_a_disk_that_is_full_is_one_warning(root, filled, caplog, monkeypatch, mode, error):
-    """Read-only too, where only the attempt tells."""
+def test_a_disk_that_is_full_is_one_warning(root, filled, caplog, monkeypatch, mode):
     for file in entries(mode, filled[mode])[:3]:
         flip(file)
     before = {path.name: path.read_bytes() for path in filled[mode].iterdir() if mode == "aot"}
@@ -460,14 +472,14 @@ def test_a_disk_that_is_full_is_one_warning(root, filled, caplog, monkeypatch, m
 
     def full(path, flags, *rest, **options):
         if flags & os.O_CREAT and str(path).startswith(str(root)):
-            raise error
+            raise OSError(28, "No space left on device")
         return real_open(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", full)
     compiled, lines = again(mode, root, caplog)
     assert len(compiled) == 3 and len(lines) == 4
     (line,) = [line for line in lines if "again" not in line]
-    assert f"cannot be written, going on without storing: {error.strerror}" in line
+    assert "cannot be written, going on without storing: No space left on device" in line
     assert before == {path.name: path.read_bytes() for path in filled[mode].iterdir() if mode == "aot"}
     assert not list(root.rglob(".tmp-*"))
 
