@@ -7,7 +7,8 @@ Layout under the cache's root (``--warmup-cache``)::
 
 The key covers what the arrays are made from: the checkpoint's files (path, size, time of change), the model's configuration, the
 abstract weights, and the source of what converts; the manifest says which key it is for. The rules of trust are those of programs
-(``warmup/trust.py``). An array that is not what the manifest says is converted from the checkpoint again and replaced, and one line says why.
+(``warmup/trust.py``). An array that is not what the manifest says is converted from the checkpoint again and replaced, and one line
+says why.
 
 On CPU the mapped pages are the weights themselves: nothing is copied, and servers of one model share them.
 """

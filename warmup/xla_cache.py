@@ -2,8 +2,9 @@
 
 JAX names an entry after everything its program is made from, but believes whatever it finds under that name: another program's entry, a
 truncated one, one that was compiled for another processor. It also writes in place, so another process may read half an entry. So the
-entries are ours: each begins with a seal (`warmup.folder.seal`) of the platform, the name and the bytes, is written atomically, and is checked
-each time it is read, not before: nothing can change in between. What does not match is named in one line, removed, and compiled again.
+entries are ours: each begins with a seal (`warmup.folder.seal`) of the platform, the name and the bytes, is written atomically, and is
+checked each time it is read, not before: nothing can change in between. What does not match is named in one line, removed, and compiled
+again.
 
 The platform (versions, kind of device, instruction set) also names the folder, so that machines which share a cache do not remove each
 other's entries.

@@ -24,6 +24,8 @@ from warmup.prepare import open_store
 from warmup.store import Artifact, Miss
 from warmup.xla_cache import XlaCache, use_xla_cache
 
+pytestmark = pytest.mark.slow
+
 MODES = ("aot", "manual")
 NAMES = ["init_state", "init_prefix", "prefill/16", "prefill/32", "insert", "generate/1", "generate/2"]
 root_only = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
