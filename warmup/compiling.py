@@ -98,7 +98,7 @@ def _compile(
         memory = memory_of(compiled)
         check_donation(program, memory)
         cached = counts.compiles == 0 and counts.cache_hits > 0
-        return Compilation(program, compiled, memory, cached, tuple(taken), seconds_trace, seconds)
+        return Compilation(program, compiled, memory, cached, tuple(taken) if cached else (), seconds_trace, seconds)
 
     with cache.watch() if cache else contextlib.nullcontext([]) as taken:
         try:

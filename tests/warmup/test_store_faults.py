@@ -275,6 +275,16 @@ def test_what_cannot_be_loaded_or_run_is_compiled_without_the_cache_once(root, f
 
 
 
+@pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
+def test_a_stored_entry_that_jax_cannot_read_is_compiled_again_and_replaced(root, filled, caplog):
+    file = insert_of("manual", filled["manual"])
+    cache = XlaCache(Folder(root, filled["manual"]), filled["manual"].name)
+    cache.put(file.name.removesuffix("-cache"), b"not compressed")
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry for 'jit_insert'"):
+        assert again("manual", root, caplog) == (["insert"], [])
+    assert again("manual", root, caplog) == ([], [])
+
+
 @both_modes
 def test_a_first_run_that_fails_may_take_the_donated_buffers_along(root, filled, caplog, mode):
     compiled, lines = again(mode, root, caplog, break_once="generate/1")
