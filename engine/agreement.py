@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from engine.checkpoints import Checkpoint, CheckpointError
-from engine.config import ModelConfig
+from engine.config import ConfigError, ModelConfig
 from engine.families import Family, get_family, load_config
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,13 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
     Where both are there the two are compared, up to the first difference: that reads them, but holds a block of each.
 
     Raises:
-        ConfigError: a field of the config cannot be served.
+        ConfigError: a field of the config cannot be served; names the file.
     """
-    model = load_config(checkpoint.hf_config)
+    try:
+        model = load_config(checkpoint.hf_config)
+    except ConfigError as error:
+        file = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
+        raise ConfigError(f"{file}: {str(error).removeprefix('config.json: ')}") from None
     names, available = get_family(model.family).tensors, set(checkpoint.names())
     if not model.tie_embeddings or not {names.embed, names.head} <= available:
         return model

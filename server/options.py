@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from server.errors import StartError
 
 Config = TypeVar("Config")
+MAX_SECONDS = 1e9  # 31 years; a wait of more than 292 is more than the system's clocks count
 ENVIRONMENT_PREFIX = "PREHEAT_"
 
 
@@ -87,8 +88,8 @@ def seconds(low: float, *, none: bool = False) -> Callable[[str], float | None]:
             number = float(value)
         except ValueError:
             number = float("nan")
-        if not low <= number < float("inf"):
-            raise ValueError(f"must be a number of seconds of at least {low:g}" + (", or none" if none else ""))
+        if not low <= number <= MAX_SECONDS:
+            raise ValueError(f"must be a number of seconds from {low:g} to {MAX_SECONDS:g}" + (", or none" if none else ""))
         return number
 
     return parse
@@ -120,10 +121,10 @@ def memory_size(value: str) -> int:
     # A bare letter means the binary unit, as memory is counted: 12G is 12GiB; only GB is decimal.
     decimal = prefix is not None and not binary and value.strip().upper().endswith("B")
     exponent = " KMGT".index(prefix.upper()) if prefix else 0
-    size = int(float(number) * (1000 if decimal else 1024) ** exponent)
-    if size < 1:
-        raise ValueError("must be more than 0 bytes")
-    return size
+    size = float(number) * (1000 if decimal else 1024) ** exponent
+    if not 1 <= size < 2**63:
+        raise ValueError("must be more than 0 bytes, and less than 8 EiB")
+    return int(size)
 
 
 def existing_file(value: str) -> Path:

@@ -69,7 +69,13 @@ class OpenModel:
         return load_tokenizer(self.path)
 
     def limits(self, name: str, max_len: int) -> ModelLimits:
-        """What requests are checked against."""
+        """What requests are checked against. Raises `StartError` where what every prompt begins with is not of the vocabulary."""
+        beyond = [id for id in self.tokenizer.encode("") if not 0 <= id < self.config.vocab_size]
+        if beyond:
+            raise StartError(
+                f"{self.path}: the tokenizer begins every prompt with the id {beyond[0]}, but the model's vocabulary has "
+                f"{self.config.vocab_size}; tokenizer and weights are of different models: download both again"
+            )
         return ModelLimits(
             name=name,
             max_len=max_len,
@@ -79,10 +85,16 @@ class OpenModel:
             adapters=tuple(adapter.name for adapter in self.adapters),
         )
 
-    @property
+    @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a generation, whichever file names them."""
-        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.tokenizer.eos_token_ids)))
+        """All ids that end a generation, whichever file names them, and that the model can choose."""
+        ids = dict.fromkeys((*self.config.eos_token_ids, *self.tokenizer.eos_token_ids))
+        if unknown := [id for id in ids if not 0 <= id < self.config.vocab_size]:
+            logger.warning(
+                "%s has the end-of-sequence ids %s, which are not of the model's vocabulary of %d: they never come",
+                self.path, ", ".join(map(str, unknown)), self.config.vocab_size,
+            )  # fmt: skip
+        return tuple(id for id in ids if id not in unknown)
 
 
 @contextlib.contextmanager

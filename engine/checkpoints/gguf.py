@@ -145,15 +145,15 @@ class GgufCheckpoint:
             "num_hidden_layers": self._number("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv"),
-            "head_dim": int(self._optional("attention.key_length", hidden // heads)),
+            "head_dim": int(self._optional("attention.key_length", hidden // max(1, heads))),
             "max_position_embeddings": self._number("context_length"),
             "rms_norm_eps": float(str(np.float32(self._key("attention.layer_norm_rms_epsilon")))),
             "rope_theta": float(self._optional("rope.freq_base", 10_000.0)),
             "rope_scaling": self._rope_scaling(),
             "hidden_act": "silu",
             "tie_word_embeddings": "output.weight" not in gguf.tensors,
-            "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": gguf.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self._token("bos"),
+            "eos_token_id": self._token("eos"),
             "attention_bias": self._has_bias("attn_q", "attn_k", "attn_v", "attn_output"),
             "mlp_bias": self._has_bias("ffn_gate", "ffn_up", "ffn_down"),
         }
@@ -168,6 +168,11 @@ class GgufCheckpoint:
             return {**config, **self.converted.config(self._metadata, config)}
         except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _token(self, name: str) -> int | None:
+        """A special token's id; as llama.cpp has it, none where it is not of the vocabulary, such as -1."""
+        id = self.gguf.get(f"tokenizer.ggml.{name}_token_id")
+        return id if id is not None and 0 <= id < self.gguf.tensors["token_embd.weight"].shape[0] else None
 
     def _has_bias(self, *modules: str) -> bool:
         """Whether any layer has a bias of one of these; the metadata do not say."""

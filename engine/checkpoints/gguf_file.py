@@ -114,6 +114,8 @@ class GgufFile:
             kind, offset = self._unpack("IQ")
             infos.append((name, shape, kind, offset))
         alignment = self._metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}, not a positive number; download it again")
         start = -(-self._position // alignment) * alignment
         self.tensors = {name: self._tensor(name, shape, kind, start + offset) for name, shape, kind, offset in infos}
 

@@ -17,6 +17,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 QUANTIZED = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4")
+MAX_LAYERS = 10_000  # of which each has a Python object or more
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -56,7 +57,7 @@ def decoder_config(
             "vocab_size": fields.integer("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": fields.integer(intermediate),
-            "num_layers": fields.integer("num_hidden_layers"),
+            "num_layers": fields.integer("num_hidden_layers", maximum=MAX_LAYERS),
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
 
 from engine.config import ConfigError, ModelConfig, MoeConfig
@@ -45,6 +46,7 @@ class TensorNames:
     experts: str | None = None
 
 
+INT32_MAX = 2**31 - 1
 BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r"(.*\.)?position_ids")  # which older versions of transformers stored
 
 
@@ -76,13 +78,15 @@ class Fields:
     def fail(self, name: str, expected: str) -> ConfigError:
         return ConfigError(f"{self.prefix}: {name} is {self.hf.get(name)!r}; {expected}")
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
         value = self.hf.get(name)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(name, f"an integer of at least {minimum} is needed")
+        if value > maximum:
+            raise self.fail(name, f"at most {maximum} is served")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -90,7 +94,7 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if not _is_positive(value):
             raise self.fail(name, "a positive number is needed")
         return float(value)
 
@@ -107,7 +111,7 @@ class Fields:
         value = self.hf.get(name)
         if value is None:
             raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
-        good = isinstance(value, list) and all(isinstance(item, (int, float)) and item > 0 for item in value)
+        good = isinstance(value, list) and all(map(_is_positive, value))
         if not good or len(value) != count:
             raise ConfigError(f"{self.prefix}: {name} must be a list of {count} positive numbers")
         return tuple(float(item) for item in value)
@@ -135,6 +139,11 @@ class Fields:
         """Token ids: an integer, a list of them, or null."""
         value = self.hf.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in ids):
+        if any(isinstance(id, bool) or not isinstance(id, int) or not 0 <= id <= INT32_MAX for id in ids):
             raise self.fail(name, "token ids are needed")
         return tuple(ids)
+
+
+def _is_positive(value: object) -> bool:
+    """Whether it is a number above 0, and one that a float can be."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import secrets
+import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -208,8 +209,10 @@ def parse_json(body: bytes) -> Json:
         raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is not valid") from None
     except RecursionError:
         raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} deep") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}") from None
+    except ValueError:  # of int()
+        raise InvalidRequest(f"the body has an integer of more than {sys.get_int_max_str_digits()} digits") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     if not checks.within_depth(value, MAX_DEPTH):
@@ -218,7 +221,7 @@ def parse_json(body: bytes) -> Json:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+    raise InvalidRequest(f"the body is not valid JSON: {name} is not a JSON number")
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

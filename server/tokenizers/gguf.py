@@ -105,7 +105,7 @@ def _types(file: GgufFile, tokens: list[str]) -> list[int]:
 
 def _eos(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[int, ...]:
     names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-    named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+    named = [_named(file, name, tokens) for name in names]
     ending = END_OF_TURN | END_OF_TEXT
     if HARMONY <= set(tokens):
         ending.remove("<|end|>")
@@ -125,15 +125,20 @@ def _control(file: GgufFile, tokens: list[str], types: list[int]) -> SpecialToke
     )
 
 
-def _prefix(file: GgufFile, default: bool) -> list[int]:
-    bos = file.get("tokenizer.ggml.bos_token_id")
+def _named(file: GgufFile, name: str, tokens: list[str]) -> int | None:
+    """The id of a named special token; as llama.cpp has it, none where it is no token's, such as -1."""
+    id = file.get(f"tokenizer.ggml.{name}_token_id")
+    return id if id is not None and 0 <= id < len(tokens) else None
+
+
+def _prefix(file: GgufFile, bos: int | None, default: bool) -> list[int]:
     return [bos] if bos is not None and file.get("tokenizer.ggml.add_bos_token", default) else []
 
 
 def _spellings(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     """The named special tokens, as a tokenizer_config.json calls them."""
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    ids = {name: _named(file, key, tokens) for name, key in names.items()}
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
@@ -158,7 +163,7 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
             "convert the model again with a current converter, or use its safetensors version"
         )
     tokens = file.require("tokenizer.ggml.tokens")
-    spellings = _spellings(file, tokens)
+    spellings, bos = _spellings(file, tokens), _named(file, "bos", tokens)
     types = _types(file, tokens)
     control = _control(file, tokens, types)
     vocab = {token: id for id, token in enumerate(tokens)}
@@ -191,9 +196,9 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
     return FastTokenizer(
         tokenizer,
         source=str(file.path),
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
-        prefix=_prefix(file, pre in ADDS_BOS),
+        prefix=_prefix(file, bos, pre in ADDS_BOS),
         chat_template=_chat_template(file, spellings, control.control_spellings),
         info=spellings,
         unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
@@ -202,7 +207,7 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
 
 def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
     tokens = file.require("tokenizer.ggml.tokens")
-    spellings = _spellings(file, tokens)
+    spellings, bos = _spellings(file, tokens), _named(file, "bos", tokens)
     types = _types(file, tokens)
     scores = file.require("tokenizer.ggml.scores").tolist()
     model = spm.bpe_model(tokens, scores, types, add_space_prefix=file.get("tokenizer.ggml.add_space_prefix", True))
@@ -211,9 +216,9 @@ def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
         model,
         source=str(file.path),
         special=control,  # the library finds user-defined pieces itself
-        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
-        prefix=_prefix(file, True),
+        prefix=_prefix(file, bos, True),
         chat_template=_chat_template(file, spellings, control.control_spellings),
         info=spellings,
     )

@@ -1,6 +1,7 @@
 """GGUF checkpoints, written by the ``gguf`` package and as the converters do it."""
 
 import pathlib
+import re
 
 import gguf
 import ml_dtypes
@@ -9,7 +10,9 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 
+from engine.agreement import read_model
 from engine.checkpoints import CheckpointError, open_checkpoint
+from engine.config import ConfigError
 from engine.families import load_config
 from tests.engine.loader_harness import load
 
@@ -232,6 +235,37 @@ def refuses(path: pathlib.Path, *parts: str) -> None:
 def test_other_rope_factors_are_refused(tmp_path):
     extra = {"rope_freqs.weight": np.array([1, 2, 3, 7], np.float32)}
     refuses(write(tmp_path / "m.gguf", hf_weights(), extra=extra), "rope_freqs.weight")
+
+
+@pytest.mark.parametrize(
+    "key, value, part",
+    [
+        ("llama.attention.head_count", 0, "m.gguf: num_attention_heads is 0"),
+        ("llama.block_count", 2**32 - 1, "m.gguf: num_hidden_layers is 4294967295"),
+        ("llama.rope.freq_base", float("nan"), "m.gguf: rope_theta is nan"),
+        ("general.alignment", 0, "m.gguf: general.alignment is 0"),
+    ],
+)
+def test_numbers_out_of_range_are_named(tmp_path, key, value, part):
+    path = write(tmp_path / "m.gguf", hf_weights(), change=lambda writer: put(writer, key, value))
+    with pytest.raises((CheckpointError, ConfigError), match=re.escape(part)):
+        read_model(open_checkpoint(path))
+
+
+def put(writer: gguf.GGUFWriter, key: str, value) -> None:
+    kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+    writer.kv_data[0][key] = gguf.GGUFValue(value, kind)
+
+
+def test_special_tokens_beyond_the_vocabulary_are_none(tmp_path):
+    """As in llama.cpp; converters have written -1 for a token that there is not."""
+
+    def change(writer):
+        put(writer, "tokenizer.ggml.bos_token_id", 2**32 - 1)
+        put(writer, "tokenizer.ggml.eos_token_id", VOCAB)
+
+    model = read_model(open_checkpoint(write(tmp_path / "m.gguf", hf_weights(), change=change)))
+    assert (model.bos_token_id, model.eos_token_ids) == (None, ())
 
 
 def test_linear_scaling(tmp_path):

@@ -433,6 +433,11 @@ def test_what_is_no_request_has_no_field_to_name(body):
     assert caught.value.param is None
 
 
+def test_a_number_too_long_for_anything_is_named(http):
+    answer = http.post("/v1/completions", content=b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}")
+    assert answer.json()["error"]["message"] == "the body has an integer of more than 4300 digits"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -540,6 +540,13 @@ def test_gguf_special_tokens(tmp_path):
     assert tokenizer.chat_template is None
 
 
+def test_gguf_special_tokens_beyond_the_vocabulary_are_none(tmp_path):
+    """As in llama.cpp; converters have written -1, which is stored as 2^32 - 1, for a token that there is not."""
+    keys = {f"add_{name}_token_id": id for name, id in (("bos", 265), ("eos", 2**32 - 1), ("pad", 2**32 - 1), ("unk", 265))}
+    tokenizer = load_tokenizer(byte_level(tmp_path / "m.gguf", "gpt-2", add_add_bos_token=True, **keys))
+    assert (tokenizer.encode("a"), tokenizer.bos_token_id, tokenizer.eos_token_ids) == ([97], None, ())
+
+
 @pytest.mark.parametrize("pre, part", [("brand-new", "'brand-new'"), (None, "is missing")])
 def test_an_unknown_way_of_cutting_is_refused(tmp_path, pre, part):
     with pytest.raises(StartError, match="tokenizer.ggml.pre") as caught:
