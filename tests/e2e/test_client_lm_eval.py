@@ -1,22 +1,20 @@
-"""lm-eval itself against a served checkpoint whose log-probs are known, over completions and chat.
+"""lm-eval itself against served checkpoints, over completions and chat.
 
 lm-eval lives in an environment of its own (``make test-clients`` makes it: 100 packages, 970 MB); without that, these
-tests are skipped. The task is local data; what lm-eval reports is compared with sums over the table that the
-checkpoint is made of.
+tests are skipped. The tasks are local data. What lm-eval reports is compared with sums over the table that a checkpoint
+of known log-probs is made of, and with what its ``hf`` backend reports of another (golden: ``evaluation.py``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
 
 import numpy as np
 import pytest
 from server_process import ROOT, serving
 
-from tests.golden import known
+from tests.golden import evaluation, known
 
 LM_EVAL = ROOT / "build" / "clients" / "bin" / "lm_eval"
 pytestmark = pytest.mark.skipif(not LM_EVAL.exists(), reason="lm-eval is not installed: make test-clients")
@@ -101,26 +99,10 @@ def server(tmp_path_factory, cache):
 def evaluate(
     folder: pathlib.Path, server, model: str, path: str, tasks: dict[str, str], *options: str, **model_args
 ) -> dict[str, list[dict]]:
-    """Runs lm-eval; what it writes for each document, in their order, by task."""
-    for name, rows in {"documents.jsonl": DOCUMENTS, "texts.jsonl": TEXTS}.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, task in tasks.items():
-        (folder / f"{name}.yaml").write_text(task)
+    """What lm-eval writes for each document, in their order, by task."""
     arguments = {"model": "known", "base_url": server.http + path, "max_length": 256, **model_args}
-    command = [
-        str(LM_EVAL), "run", "--model", model, "--tasks", *(str(folder / f"{name}.yaml") for name in tasks),
-        "--log_samples", "--output_path", str(folder / "out"),
-        "--model_args", ",".join(f"{key}={value}" for key, value in arguments.items()), *options,
-    ]  # fmt: skip
-    offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    run = subprocess.run(command, cwd=folder, env=os.environ | offline, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    found = {}
-    for name in tasks:
-        (samples,) = (folder / "out").glob(f"**/samples_{name}_*.jsonl")
-        rows = [json.loads(line) for line in samples.read_text().splitlines()]
-        found[name] = sorted(rows, key=lambda row: row["doc_id"])
-    return found
+    rows = {"documents.jsonl": DOCUMENTS, "texts.jsonl": TEXTS}
+    return evaluation.run([str(LM_EVAL), "run", "--model", model], folder, tasks, rows, arguments, *options)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +139,34 @@ def test_chat_completions(server, tmp_path):
         {"generate": GENERATE.replace("STOP", json.dumps(stop))}, "--apply_chat_template", eos_string="<|eos|>",
     )  # fmt: skip
     assert [row["resps"][0][0] for row in rows["generate"]] == [answer.split(stop)[0]] * len(DOCUMENTS)
+
+
+TINY = pathlib.Path(evaluation.__file__).parent / "tiny_llama"
+HF = json.loads((TINY.parent / "evaluation.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tiny(cache):
+    options = ("--slots", "4", "--max-len", "160", "--prefill-buckets", "16,32,64", "--served-model-name", "tiny")
+    with serving(TINY, cache, *options) as running:
+        yield running
+        running.assert_nothing_compiled()
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        (("--batch_size", "4"), {"tokenizer_backend": "remote"}),
+        ((), {"tokenizer_backend": "remote", "num_concurrent": 4}),
+        (("--batch_size", "3"), {"tokenizer_backend": "huggingface", "tokenizer": TINY}),
+    ],
+    ids=["remote-batch", "remote-concurrent", "huggingface"],
+)
+def test_the_hf_backend_says_the_same(tiny, tmp_path, options, how):
+    command = [str(LM_EVAL), "run", "--model", "local-completions"]
+    arguments = {"model": "tiny", "base_url": f"{tiny.http}/v1/completions", "max_length": 160, **how}
+    found = evaluation.answers(evaluation.run(command, tmp_path, evaluation.TASKS, evaluation.ROWS, arguments, *options))
+    for row, wanted in zip(found["choice"], HF["choice"], strict=True):
+        assert [greedy for _, greedy in row] == [greedy for _, greedy in wanted]
+        assert [value for value, _ in row] == pytest.approx([value for value, _ in wanted], abs=1e-3)
+    assert found["generate"] == HF["generate"]

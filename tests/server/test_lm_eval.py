@@ -78,6 +78,39 @@ def test_rolling_log_likelihood_of_a_long_text(http):
     assert total == pytest.approx(40 * (math.log(0.5) + math.log(0.25) + math.log(0.125)), abs=1e-3)
 
 
+TEXTS = ["a", "naïve €", "😀b", "é", "a longer text than the others, 漢字"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("bos", [[], [256]])
+def test_one_shape_per_prompt_whatever_the_batch(http, max_tokens, bos):
+    prompts = [bos + list(text.encode()) for text in TEXTS]
+    body = {"model": NAME, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "seed": 1234, "echo": True}
+
+    def ask(prompt):
+        response = http.post("/v1/completions", json=body | {"prompt": prompt})
+        assert response.status_code == 200
+        return response.json()["choices"]
+
+    together = ask(prompts)
+    assert [choice["index"] for choice in together] == list(range(len(prompts)))
+    for prompt, text, choice in zip(prompts, TEXTS, together, strict=True):
+        assert choice["text"] == text + "a" * max_tokens
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {len(prompt) + max_tokens}
+        # Each byte of a character begins where the character does; BOS is no text.
+        places = [place for place, character in enumerate(text) for _ in character.encode()]
+        assert logprobs["text_offset"] == [0] * len(bos) + places + [len(text)] * max_tokens
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        for token, value, top in list(zip(*(logprobs[key] for key in ("tokens", "token_logprobs", "top_logprobs")), strict=True))[1:]:
+            assert math.isfinite(value) and top[token] == value and len(top) in (1, 2)
+            assert max(top.values()) == pytest.approx(math.log(0.5), abs=1e-4)
+        for key, value in ask([prompt])[0].items():
+            assert key == "index" or value == choice[key]
+        assert ask(prompt)[0]["logprobs"] == logprobs
+    assert ask(prompts[::-1])[-1]["logprobs"] == together[0]["logprobs"]
+
+
 def test_generate_until(http):
     payload = {"prompt": [[256, 97], [256, 98]], "model": NAME, "max_tokens": 5, "temperature": 0, "seed": 1234}
     response = http.post("/v1/completions", json=payload | {"stop": []}).json()
