@@ -15,13 +15,20 @@ from collections.abc import Iterator
 
 import httpx
 
+from tests import xla
+
 ROOT = pathlib.Path(__file__).parents[2]
 PORTS = re.compile(r"serving (?:HTTP on http://127\.0\.0\.1:(\d+), )?gRPC on 127\.0\.0\.1:(\d+)")
+QUICK = {"XLA_FLAGS": xla.flags(xla.QUICK)}
+PRODUCTION = {"XLA_FLAGS": ""}  # as a user has it
 START_SECONDS = 300.0  # a cold start on a machine that is busy with something else
 
 
 class ServerProcess:
-    """A server that is starting. ``wait_ready`` waits; ``log`` is what it has written so far."""
+    """A server that is starting. ``wait_ready`` waits; ``log`` is what it has written so far.
+
+    Its programs are compiled as those of the other tests, unless ``environment`` is `PRODUCTION`.
+    """
 
     def __init__(self, model: pathlib.Path, cache: pathlib.Path, *options: str, environment: dict[str, str] | None = None,
                  program: tuple[str, ...] = ("-m", "server")):  # fmt: skip
@@ -29,10 +36,10 @@ class ServerProcess:
             sys.executable, *program, "serve", "--model", str(model), "--warmup-cache", str(cache), "--http-port", "0",
             "--grpc-port", "0", *options,
         ]  # fmt: skip
-        # One device, as a user has; the tests' own flags are not the server's.
-        clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS" and not name.startswith("PREHEAT_")}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PREHEAT_")}
+        everything = {**clean, **QUICK, **(environment or {})}  # one device, as a user has
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**clean, **(environment or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=everything, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 from conftest import OPTIONS, TINY
-from server_process import ServerProcess, serving, wait_until
+from server_process import PRODUCTION, ServerProcess, serving, wait_until
 
 from tests.golden import known
 
@@ -19,7 +19,7 @@ def codes(server):
 def test_not_ready_until_ready_then_a_second_start_makes_nothing(tmp_path):
     cache = tmp_path / "cache"
     options = ("--slots", "2", "--max-len", "64", "--prefill-buckets", "16", "--warmup", "aot")
-    server = ServerProcess(TINY, cache, *options)
+    server = ServerProcess(TINY, cache, *options, environment=PRODUCTION)
     try:
         server.wait_listening()
         wait_until(lambda: httpx.get(f"{server.http}/health").status_code == 200)
@@ -35,7 +35,7 @@ def test_not_ready_until_ready_then_a_second_start_makes_nothing(tmp_path):
         assert server.stop() == 0
     finally:
         server.kill()
-    with serving(TINY, cache, *options) as server:
+    with serving(TINY, cache, *options, environment=PRODUCTION) as server:
         warm = server.warmup()
         assert {program["source"] for program in cold["programs"]} == {"compiled"}
         assert {program["source"] for program in warm["programs"]} == {"aot"}, server.log

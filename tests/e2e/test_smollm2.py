@@ -7,7 +7,7 @@ import pathlib
 import httpx
 import pydantic
 import pytest
-from server_process import serving
+from server_process import PRODUCTION, serving
 
 from server.models import DEFAULT_MODEL, resolve_model
 
@@ -20,7 +20,7 @@ TOKENS = 48  # of each answer; every step's top-2 gap in the golden is over 0.02
 def server(cache):
     resolve_model(DEFAULT_MODEL)  # the download is not part of the start's time limit
     options = ("--warmup", "aot", "--slots", "3", "--batch-sizes", "3", "--max-len", "256", "--prefill-buckets", "64")
-    with serving(DEFAULT_MODEL, cache, *options) as server:
+    with serving(DEFAULT_MODEL, cache, *options, environment=PRODUCTION) as server:
         yield server
 
 
