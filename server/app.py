@@ -127,7 +127,10 @@ class Server:
         )
         self.orchestrator.start()
         self.grpc.attach(
-            self.orchestrator, opened.tokenizer, opened.limits(self.config.served_model_name, warm.engine.config.max_len)
+            self.orchestrator,
+            opened.tokenizer,
+            opened.limits(self.config.served_model_name, warm.engine.config.max_len),
+            self.config.tool_format,
         )
         if self.config.warmup != "none":
             self._prove(warm, [adapter.name for adapter in opened.adapters])
@@ -140,6 +143,8 @@ class Server:
         for stage, seconds in startup.items():
             self.metrics.startup_seconds.labels(stage=stage.removeprefix("seconds_")).set(seconds or 0.0)
         logger.info("%s", warm.engine.attention.explain())
+        if (model := self.grpc.model) is not None and model.tool_use is not None:
+            logger.info("%s", model.tool_use.explain())
         logger.info("programs of this server, times in seconds, sizes in MiB:\n%s", self.report.table())
         logger.info(
             "ready after %.1f s (imports %.1f, weights %.1f, programs %.1f, proof %.1f): %s%s on gRPC %s",

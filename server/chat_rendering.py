@@ -13,21 +13,23 @@ from server import chat_checks
 from server.errors import InvalidRequest
 from server.tokenizers import Tokenizer
 from server.tokenizers.chat import unmark
-from server.tool_forms import ToolForm, tool_form
+from server.tool_use import ToolUse
 
 _NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")  # what Mistral's templates refuse calls for
 
 
-def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) -> preheat_pb2.RenderChatResponse:
-    """What ``RenderChat`` answers.
+def render_chat(
+    tokenizer: Tokenizer, tool_use: ToolUse | None, request: preheat_pb2.RenderChatRequest
+) -> preheat_pb2.RenderChatResponse:
+    """What ``RenderChat`` answers. ``tool_use`` is `None` for a model without a chat template.
 
     Raises:
-        InvalidRequest: the template refuses the messages or knows no tools, or a field is not valid.
+        InvalidRequest: the template refuses the messages, or a field is not valid.
     """
     messages = _json(request.messages, "messages", list)
     variables = _json(request.template_kwargs or "{}", "chat_template_kwargs", dict)
     template = tokenizer.chat_template
-    if template is None:
+    if template is None or tool_use is None:
         raise InvalidRequest(
             "messages cannot be rendered: the model has no chat template; use /v1/completions", param="messages"
         )
@@ -41,28 +43,29 @@ def render_chat(tokenizer: Tokenizer, request: preheat_pb2.RenderChatRequest) ->
     if any(_NINE.search(source) for source in template.sources.values()):
         messages = _with_short_ids(messages)
     answer = preheat_pb2.RenderChatResponse()
-    tools = None
-    if request.HasField("tools"):
-        tools = _tools(request)
-        form = _form(tokenizer)
+    tools = _tools(request) if request.HasField("tools") else ()
+    parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
+    if tools:
         callable_tools = [tool for tool in tools if request.tool_name in ("", tool["function"]["name"])]
-        parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
-        answer.tool_format = form.name
+        answer.tool_format = tool_use.form.name
         try:
-            grammar = form.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
+            grammar = tool_use.form.grammar(callable_tools, parallel=parallel, optional=request.tools_optional)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"tools cannot be compiled: {error}", param="tools") from None
         if grammar is not None:
             answer.tool_grammar = grammar
+    turns, shown = tool_use.conversation(
+        messages, tools, parallel=parallel, optional=request.tools_optional, called=request.tool_name
+    )
     sentinel = ""
     if request.continue_final_message:
         sentinel = secrets.token_hex(16)  # marks where the last message ends, whatever the template puts behind it
-        if not messages or not isinstance(messages[-1].get("content"), str):
+        if not turns or not isinstance(content := turns[-1].get("content"), str):
             raise InvalidRequest("messages must end with a text to go on with", param="messages")
-        messages[-1]["content"] += sentinel
+        turns[-1] = {**turns[-1], "content": content + sentinel}
     add_prompt = not request.HasField("add_generation_prompt") or request.add_generation_prompt
     text = template.render(
-        messages, tools=tools, add_generation_prompt=add_prompt and not request.continue_final_message, **variables
+        turns, tools=shown, add_generation_prompt=add_prompt and not request.continue_final_message, **variables
     )
     if sentinel:
         text, found, _ = text.rpartition(sentinel)
@@ -102,16 +105,6 @@ def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], .
     if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:
         raise InvalidRequest("tools must have the function that is to be called", param="tools")
     return tools
-
-
-def _form(tokenizer: Tokenizer) -> ToolForm:
-    assert tokenizer.chat_template is not None
-    form = tool_form(tokenizer, tokenizer.chat_template.sources)
-    if form is None:
-        raise InvalidRequest(
-            "tools cannot be shown to this model: its chat template does not know any; leave them out", param="tools"
-        )
-    return form
 
 
 def _json(text: str, param: str, kind: type) -> Any:

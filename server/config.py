@@ -50,6 +50,23 @@ def _adapter(value: str) -> tuple[str, Path]:
     return name.strip(), Path(path.strip()).expanduser()
 
 
+def _chat_template(value: str) -> Path:
+    from server.tokenizers.chat import read_template  # the proxy has no need of it
+
+    file = Path(value).expanduser()
+    try:
+        read_template(file)
+    except StartError as error:
+        raise ValueError(str(error)) from None
+    return file
+
+
+def _tool_format(value: str) -> str:
+    from server.tool_forms import FORMS
+
+    return options.choice(*FORMS)(value)
+
+
 def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if value.startswith("unix:") and len(value) > 5:
@@ -149,6 +166,16 @@ class ServeConfig:
         "who attends; auto is native (C++) on CPU, pallas on TPU, xla on GPU; what native or pallas cannot do is left to xla, "
         "which is said at the start",
         metavar="KIND",
+    )
+    chat_template: Path | None = option(
+        None, _chat_template, "a Jinja file, instead of the model's own template", metavar="FILE", shown="the model's"
+    )
+    tool_format: str | None = option(
+        None,
+        _tool_format,
+        "how tool calls are written: generic, hermes, llama3, mistral or mistral-args",
+        metavar="FORM",
+        shown="what the chat template teaches, else generic",
     )
     lora: tuple[tuple[str, Path], ...] = option(
         (),

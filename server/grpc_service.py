@@ -136,9 +136,12 @@ class GrpcServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self.port}"
 
-    def attach(self, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits) -> None:
-        """The model is loaded. From here on the state is the orchestrator's."""
-        self.model = Model.make(orchestrator, tokenizer, limits)
+    def attach(
+        self, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits, tool_format: str | None = None
+    ) -> None:
+        """The model is loaded. From here on the state is the orchestrator's. ``tool_format`` is the form in which tools
+        are called, where it is not for the chat template to say."""
+        self.model = Model.make(orchestrator, tokenizer, limits, tool_format)
 
     def prepare_guides(self) -> None:
         """Gets ready for structured output, in the background."""

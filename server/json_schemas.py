@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,42 +29,46 @@ MAX_SCHEMAS = 20_000  # in what comes out: branches multiply, and a short schema
 
 # Keywords that say what a value may be: those that llguidance takes, and those that it refuses by name. All others, among
 # them `discriminator`, which it would take for a condition, are notes for people and programs.
-_KEPT = frozenset(
+_TAKEN = frozenset(
     "$ref allOf anyOf oneOf const enum type"
     " items additionalItems prefixItems minItems maxItems"
     " properties additionalProperties patternProperties required minProperties maxProperties"
     " minLength maxLength pattern format"
-    " minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"
-    " $dynamicRef $recursiveRef contains dependencies dependentRequired dependentSchemas else if maxContains minContains not"
+    " minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()
+)
+_KEPT = _TAKEN | frozenset(
+    "$dynamicRef $recursiveRef contains dependencies dependentRequired dependentSchemas else if maxContains minContains not"
     " propertyNames then unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
+_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")  # that it takes
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # a pattern that it does not
 _CHOICES = ("anyOf", "oneOf")
 _MAPS = ("properties", "patternProperties")  # of schemas of other values, by name
 _NESTED = ("additionalItems", "additionalProperties", "contains", "items", "prefixItems", "propertyNames")  # or lists of them
 
 
-def guiding(schema: Mapping[str, Any]) -> str:
+def guiding(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     """The text of what llguidance is to compile for a schema: closed, with options, of which the schema's own win.
 
-    Raises:
-        ValueError: as `closed`.
+    Args and raises: as `closed`.
     """
     own = schema.get("x-guidance", {})
     options = OPTIONS | own if isinstance(own, dict) else own
-    return json.dumps(closed(schema) | {"x-guidance": options}, ensure_ascii=False)
+    return json.dumps(closed(schema, lenient=lenient) | {"x-guidance": options}, ensure_ascii=False)
 
 
-def closed(schema: Mapping[str, Any], place: str = "#") -> dict[str, Any]:
+def closed(schema: Mapping[str, Any], place: str = "#", *, lenient: bool = False) -> dict[str, Any]:
     """The schema of what is listed only, with definitions of its own.
 
     Args:
         schema: a JSON schema, of draft 4 to 2020-12.
         place: where it will be, if it is to be a part of another: a JSON pointer with ``#`` before it.
+        lenient: leave out what llguidance cannot keep to, instead of having it refused.
 
     Raises:
         ValueError: a ``$ref`` leads nowhere, or the schema is too large when its references are followed.
     """
-    return _Closer(schema, place).whole()
+    return _Closer(schema, place, lenient).whole()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +124,10 @@ class _Known:
 class _Closer:
     """Writes one schema anew. Schemas are told apart by identity: the document does not change meanwhile."""
 
-    def __init__(self, document: Mapping[str, Any], place: str):
+    def __init__(self, document: Mapping[str, Any], place: str, lenient: bool):
         self._document = document
         self._place = place
+        self._keeps = _can_be_kept if lenient else _is_kept
         self._bases: dict[int, str] = {}  # of each schema: what its references are relative to
         self._identified: dict[str, Any] = {"": document}
         self._identify(document, "")
@@ -171,7 +177,7 @@ class _Closer:
             raise ValueError(f"it is more than {MAX_SCHEMAS} schemas when its references and branches are followed")
         written: dict[str, Any] = {}
         for key, value in schema.items():
-            if key not in _KEPT or key == "unevaluatedProperties" and isinstance(value, bool):
+            if not self._keeps(schema, key) or key == "unevaluatedProperties" and isinstance(value, bool):
                 continue
             if key == "$ref":
                 beside = self._beside(schema, value, others)
@@ -296,6 +302,21 @@ def _own(schema: dict[str, Any]) -> _Listed:
         min_items=_count(schema, "minItems", 0),
         other_items="additionalItems" in schema or "items" in schema and not isinstance(items, list),
     )
+
+
+def _is_kept(schema: dict[str, Any], key: str) -> bool:
+    return key in _KEPT
+
+
+def _can_be_kept(schema: dict[str, Any], key: str) -> bool:
+    """Whether llguidance keeps to a keyword."""
+    if key == "format":
+        return schema[key] in _FORMATS
+    if key == "pattern":
+        return _LOOKS_AROUND.search(str(schema[key])) is None
+    if key in ("minProperties", "maxProperties"):
+        return "properties" not in schema
+    return key in _TAKEN
 
 
 def _is_reference(schema: Any) -> bool:

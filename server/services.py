@@ -34,6 +34,7 @@ from server.request import GenerateRequest, Sink
 from server.stream import MessageWriter, StreamSink, Waker
 from server.tokenizers import Tokenizer
 from server.tool_forms import control_markers
+from server.tool_use import ToolUse
 from server.validation import ModelLimits
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,16 @@ class Model:
     tokenizer: Tokenizer
     limits: ModelLimits
     guides: Guides
+    tool_use: ToolUse | None  # None: it has no chat template
     tool_markers: frozenset[int]  # control tokens that mark a tool call
 
     @classmethod
-    def make(cls, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits) -> Model:
+    def make(
+        cls, orchestrator: OrchestratorLike, tokenizer: Tokenizer, limits: ModelLimits, tool_format: str | None = None
+    ) -> Model:
         guides = Guides(tokenizer, limits.eos_token_ids, limits.vocab_size)
-        return cls(orchestrator, tokenizer, limits, guides, frozenset(control_markers(tokenizer).values()))
+        markers = frozenset(control_markers(tokenizer).values())
+        return cls(orchestrator, tokenizer, limits, guides, ToolUse.of(tokenizer, tool_format), markers)
 
 
 class Server(Protocol):
@@ -293,7 +298,7 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
     async def RenderChat(self, request, context):  # noqa: N802
         async def answer():
             model = self._loaded()
-            return await self._work(render_chat, model.tokenizer, request)
+            return await self._work(render_chat, model.tokenizer, model.tool_use, request)
 
         return await self._answer(answer, context)
 
@@ -354,7 +359,7 @@ class PreheatService(_Door, preheat_pb2_grpc.PreheatServicer):
 def _tokenize(model: Model, request: preheat_pb2.TokenizeRequest) -> preheat_pb2.TokenizeResponse:
     tokenizer = model.tokenizer
     if request.HasField("chat"):
-        ids = list(render_chat(tokenizer, request.chat).token_ids)
+        ids = list(render_chat(tokenizer, model.tool_use, request.chat).token_ids)
     else:
         ids = tokenizer.encode(
             request.text,

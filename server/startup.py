@@ -61,12 +61,13 @@ class OpenModel:
     checkpoint: Checkpoint
     config: ModelConfig
     generation_config: Mapping[str, object]
+    chat_template: Path | None = None  # instead of the model's own
     adapters: tuple[Adapter, ...] = ()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Read when it is first asked for: `warm_engine` does so beside the weights."""
-        return load_tokenizer(self.path)
+        return load_tokenizer(self.path, self.chat_template)
 
     def limits(self, name: str, max_len: int) -> ModelLimits:
         """What requests are checked against. Raises `StartError` where what every prompt begins with is not of the vocabulary."""
@@ -113,7 +114,7 @@ def open_model(config: ServeConfig) -> OpenModel:
         checkpoint = open_checkpoint(path)
         model = read_model(checkpoint)
         adapters = open_adapters(config, model)
-        return OpenModel(path, checkpoint, model, generation_defaults(path), adapters)
+        return OpenModel(path, checkpoint, model, generation_defaults(path), config.chat_template, adapters)
 
 
 def open_adapters(config: ServeConfig, model: ModelConfig) -> tuple[Adapter, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,27 @@ def _is_none(value: object) -> bool:
     return value is None or isinstance(value, NoContent)
 
 
+def _told(error: jinja2.TemplateError) -> str:
+    line = getattr(error, "lineno", None)
+    return f"line {line}: {error}" if line else str(error)
+
+
+def read_template(file: pathlib.Path) -> str:
+    """The text of a template that the operator gives instead of the model's own, which is valid Jinja.
+
+    Raises:
+        StartError: it is not, or it cannot be read.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"{file} cannot be read: {error.strerror}; give a file with a Jinja template") from None
+    except UnicodeDecodeError as error:
+        raise StartError(f"{file} is no UTF-8 text ({error.reason}, byte {error.start}); give a file with a Jinja template") from None
+    ChatTemplate(text, source=str(file), remedy="correct it")
+    return text
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
@@ -109,6 +131,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         control_spellings: Sequence[str] = (),
         source: str = "the chat template",
+        remedy: str = "download the model's tokenizer files again",
     ):
         self.sources = {"default": template} if isinstance(template, str) else dict(template)
         self.special_tokens = dict(special_tokens or {})
@@ -118,9 +141,7 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in self.sources.items()}
         except jinja2.TemplateError as error:
-            raise StartError(
-                f"{source} is not valid Jinja: {error}; download the model's tokenizer files again"
-            ) from None
+            raise StartError(f"{source} is not valid Jinja: {_told(error)}; {remedy}") from None
 
     def render(
         self,

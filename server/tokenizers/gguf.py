@@ -17,7 +17,7 @@ from engine.checkpoints.gguf_file import GgufFile
 from server.errors import StartError
 from server.tokenizers import sentencepiece as spm
 from server.tokenizers.base import BytesTokenizer
-from server.tokenizers.chat import ChatTemplate
+from server.tokenizers.chat import ChatTemplate, read_template
 from server.tokenizers.fast import FastTokenizer
 from server.tokenizers.special import SpecialToken, SpecialTokens
 
@@ -81,14 +81,14 @@ NFC = {"qwen2", "deepseek-r1-qwen"}  # text is composed first
 ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the metadata do not say
 
 
-def load_gguf_tokenizer(path: pathlib.Path) -> BytesTokenizer:
-    """The tokenizer of a GGUF. Raises `StartError`, or `CheckpointError` where the file itself is at fault."""
+def load_gguf_tokenizer(path: pathlib.Path, template: pathlib.Path | None = None) -> BytesTokenizer:
+    """The tokenizer of a GGUF, with its own chat template or that of a file. Raises `StartError`, or `CheckpointError` where the file itself is at fault."""
     file = GgufFile(path)
     kind = file.require("tokenizer.ggml.model")
     if kind == "gpt2":
-        return _byte_level(file)
+        return _byte_level(file, template)
     if kind == "llama":
-        return _sentencepiece(file)
+        return _sentencepiece(file, template)
     raise StartError(
         f"{path}: tokenizer.ggml.model is {kind!r}, which is not served; served are gpt2 (byte-level BPE) and llama"
     )
@@ -142,7 +142,13 @@ def _spellings(file: GgufFile, tokens: list[str]) -> dict[str, str]:
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
-def _chat_template(file: GgufFile, spellings: dict[str, str], control: Sequence[str]) -> ChatTemplate | None:
+def _chat_template(
+    file: GgufFile, spellings: dict[str, str], control: Sequence[str], given: pathlib.Path | None
+) -> ChatTemplate | None:
+    if given is not None:
+        return ChatTemplate(
+            read_template(given), special_tokens=spellings, control_spellings=control, source=str(given)
+        )
     template = file.get("tokenizer.chat_template")
     if template is None:
         return None
@@ -154,7 +160,7 @@ def _chat_template(file: GgufFile, spellings: dict[str, str], control: Sequence[
     )
 
 
-def _byte_level(file: GgufFile) -> FastTokenizer:
+def _byte_level(file: GgufFile, template: pathlib.Path | None) -> FastTokenizer:
     pre = file.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
         found = "is missing" if pre is None else f"is {pre!r}, which is not served"
@@ -199,13 +205,13 @@ def _byte_level(file: GgufFile) -> FastTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, bos, pre in ADDS_BOS),
-        chat_template=_chat_template(file, spellings, control.control_spellings),
+        chat_template=_chat_template(file, spellings, control.control_spellings, template),
         info=spellings,
         unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
     )
 
 
-def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
+def _sentencepiece(file: GgufFile, template: pathlib.Path | None) -> spm.SentencePieceTokenizer:
     tokens = file.require("tokenizer.ggml.tokens")
     spellings, bos = _spellings(file, tokens), _named(file, "bos", tokens)
     types = _types(file, tokens)
@@ -219,6 +225,6 @@ def _sentencepiece(file: GgufFile) -> spm.SentencePieceTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, bos, True),
-        chat_template=_chat_template(file, spellings, control.control_spellings),
+        chat_template=_chat_template(file, spellings, control.control_spellings, template),
         info=spellings,
     )

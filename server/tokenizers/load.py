@@ -18,7 +18,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from server.errors import StartError
 from server.tokenizers.base import BytesTokenizer
-from server.tokenizers.chat import ChatTemplate
+from server.tokenizers.chat import ChatTemplate, read_template
 from server.tokenizers.declared import ADDED, CONFIG, Declared, declared, read_json, read_text
 from server.tokenizers.fast import FastTokenizer, special_tokens
 from server.tokenizers.gguf import load_gguf_tokenizer
@@ -28,19 +28,19 @@ from server.tokenizers.tekken import BOS, EOS, TekkenTokenizer
 from server.tokenizers.tekken import special_tokens as tekken_special
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> BytesTokenizer:
-    """The tokenizer of a model: a directory or a ``.gguf`` file. Raises `StartError` that names the file and the
-    remedy.
+def load_tokenizer(path: str | os.PathLike[str], template: pathlib.Path | None = None) -> BytesTokenizer:
+    """The tokenizer of a model: a directory or a ``.gguf`` file. ``template`` is a file with a chat template that counts
+    instead of the model's own. Raises `StartError` that names the file and the remedy.
     """
     path = pathlib.Path(path)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        return load_gguf_tokenizer(path)
+        return load_gguf_tokenizer(path, template)
     if (path / "tokenizer.json").exists():
-        return _fast(path)
+        return _fast(path, template)
     if (path / "tokenizer.model").exists():
-        return _sentencepiece(path)
+        return _sentencepiece(path, template)
     if (path / "tekken.json").exists():
-        return _tekken(path)
+        return _tekken(path, template)
     raise StartError(
         f"{path} has neither tokenizer.json nor tokenizer.model nor tekken.json; copy the model's tokenizer files into it"
     )
@@ -72,11 +72,30 @@ def _eos(path: pathlib.Path, own: int | None) -> tuple[int, ...]:
 
 
 def _chat_template(
-    path: pathlib.Path, found: Declared, names: Mapping[str, str | None], special: SpecialTokens
+    path: pathlib.Path,
+    found: Declared,
+    names: Mapping[str, str | None],
+    special: SpecialTokens,
+    given: pathlib.Path | None,
 ) -> ChatTemplate | None:
-    """From chat_template.jinja and additional_chat_templates/, else tokenizer_config.json (one template or a list of
-    named ones), else a processor's chat_template.json.
+    """From the file that is ``given``, else chat_template.jinja and additional_chat_templates/, else
+    tokenizer_config.json (one template or a list of named ones), else a processor's chat_template.json.
     """
+    templates, source = ({"default": read_template(given)}, str(given)) if given else _own_templates(path, found)
+    if not templates:
+        return None
+    # Tokens that no file calls control tokens mark turns all the same, if the template spells them.
+    turns = [spelling for spelling in found.unflagged if any(spelling in text for text in templates.values())]
+    return ChatTemplate(
+        templates,
+        special_tokens={name: spelling for name, spelling in names.items() if spelling is not None},
+        control_spellings=[*special.control_spellings, *turns],
+        source=source,
+    )
+
+
+def _own_templates(path: pathlib.Path, found: Declared) -> tuple[dict[str, str], str]:
+    """A model's templates by name, and where they are from."""
     template: object = found.config.get("chat_template")
     source = f"{path / CONFIG}: chat_template"
     default = path / "chat_template.jinja"
@@ -92,21 +111,12 @@ def _chat_template(
     if more:
         templates |= {file.stem: read_text(file) for file in more}
         source = f"{source} or {more[0].parent}"
-    if not templates:
-        return None
     if not all(isinstance(name, str) and isinstance(text, str) for name, text in templates.items()):
         raise StartError(f"{source} is {type(template).__name__}; a string or a list of named templates is needed")
-    # Tokens that no file calls control tokens mark turns all the same, if the template spells them.
-    turns = [spelling for spelling in found.unflagged if any(spelling in text for text in templates.values())]
-    return ChatTemplate(
-        templates,
-        special_tokens={name: spelling for name, spelling in names.items() if spelling is not None},
-        control_spellings=[*special.control_spellings, *turns],
-        source=source,
-    )
+    return templates, source
 
 
-def _fast(path: pathlib.Path) -> FastTokenizer:
+def _fast(path: pathlib.Path, template: pathlib.Path | None) -> FastTokenizer:
     file = path / "tokenizer.json"
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -129,7 +139,7 @@ def _fast(path: pathlib.Path) -> FastTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=prefix,
-        chat_template=_chat_template(path, found, found.names, special_tokens(tokenizer)),
+        chat_template=_chat_template(path, found, found.names, special_tokens(tokenizer), template),
         info=_info(found.config, found.names),
     )
 
@@ -188,7 +198,7 @@ def _prefix(tokenizer: tokenizers.Tokenizer, eos: int | None) -> list[int]:
     return ids[:-1] if ids and ids[-1] == eos else ids
 
 
-def _sentencepiece(path: pathlib.Path) -> SentencePieceTokenizer:
+def _sentencepiece(path: pathlib.Path, template: pathlib.Path | None) -> SentencePieceTokenizer:
     file = path / "tokenizer.model"
     data = file.read_bytes()
     try:
@@ -210,14 +220,14 @@ def _sentencepiece(path: pathlib.Path) -> SentencePieceTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=[bos] if bos is not None and config.get("add_bos_token", True) else [],
-        chat_template=_chat_template(path, found, names, special),
+        chat_template=_chat_template(path, found, names, special, template),
         info=_info(config, names),
         legacy=config.get("legacy") is not False,
         space_first=config.get("add_prefix_space") is not False,
     )
 
 
-def _tekken(path: pathlib.Path) -> TekkenTokenizer:
+def _tekken(path: pathlib.Path, template: pathlib.Path | None) -> TekkenTokenizer:
     file = path / "tekken.json"
     content, found = read_json(file), declared(path)
     try:
@@ -232,6 +242,6 @@ def _tekken(path: pathlib.Path) -> TekkenTokenizer:
         special=special,
         eos_token_ids=_eos(path, None),
         add_bos=found.config.get("add_bos_token", True),
-        chat_template=_chat_template(path, found, names, special),
+        chat_template=_chat_template(path, found, names, special, template),
         info=_info(found.config, names),
     )

@@ -6,9 +6,10 @@ The forms, by the projects that began them::
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]                             (Mistral)
     mistral-args  [TOOL_CALLS]f[ARGS]{...}, any number; perhaps [CALL_ID]id before [ARGS]          (Mistral, since 2025)
     llama3        {"name": "f", "parameters": {...}}, perhaps after <|python_tag|>                 (Llama 3, others)
+    generic       {"name": "f", "arguments": {...}}, one after another                             (ours)
 
 A form is a subclass of `ToolForm` in a module of this package; it is found here, so that nothing else has to know of it.
-The orchestrator, which has the tokenizer, writes grammars (``server/chat_rendering.py``); the proxy, which has not, reads
+Which form a model has is for ``server/tool_use.py`` to say. The orchestrator, which has the tokenizer, writes grammars (``server/chat_rendering.py``); the proxy, which has not, reads
 answers by the form's name.
 """
 
@@ -16,14 +17,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
 
 from server.tool_forms.base import Tokenizer, ToolForm
 from server.tool_forms.parsing import CallPiece, Parsed, ToolParser
 
-__all__ = ["FORMS", "CallPiece", "Parsed", "ToolForm", "ToolParser", "control_markers", "tool_form"]
+__all__ = ["FALLBACK", "FORMS", "GENERIC", "CallPiece", "Parsed", "ToolForm", "ToolParser", "control_markers"]
 
 FALLBACK = "llama3"  # of a template that shows tools, and in no way that is known here
+GENERIC = "generic"  # of a template that shows none
 
 
 def _forms() -> dict[str, type[ToolForm]]:
@@ -32,16 +33,7 @@ def _forms() -> dict[str, type[ToolForm]]:
     return {form.name: form for form in ToolForm.__subclasses__()}
 
 
-FORMS = _forms()  # by name, the first that a template teaches is taken
-
-
-def tool_form(tokenizer: Tokenizer, templates: Mapping[str, str]) -> ToolForm | None:
-    """How a model writes calls, by its chat templates; `None`: they know nothing of tools."""
-    source = templates.get("tool_use") or templates.get("default", "")
-    if "tools" not in source:
-        return None
-    form = next((form for form in FORMS.values() if form.is_taught_by(source)), FORMS[FALLBACK])
-    return form(control_markers(tokenizer), source)
+FORMS = _forms()  # by name; of those that a template teaches the first is taken
 
 
 def control_markers(tokenizer: Tokenizer) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 A grammar is made of the same rules in two ways. Where a call is asked for, the text is calls, and every tool's schema
 holds. Where calls are optional, it is any text, perhaps followed by calls: what begins like a call goes on as one,
-with arguments by the schema of a tool that is strict, and any object for another.
+with arguments by the schema of a tool that is strict, and any object for another. Of the schema of a tool that is not
+strict holds what can be kept to; that of a strict one is refused where anything cannot.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from server.tool_forms.parsing import ToolParser
 
 ANYTHING = r"/(.|\n)*/"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_MEMBERS: dict[str, Any] = {"type": "object", "properties": {}}
 Tool = Mapping[str, Any]  # OpenAI's
 
 
@@ -39,6 +41,7 @@ class ToolForm(abc.ABC):
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]  # what shows where calls are, the one that begins them first
     parser: ClassVar[type[ToolParser]]
+    always_guided: ClassVar[bool] = False  # optional calls keep to the schemas of tools that are not strict, too
 
     def __init__(self, controls: Mapping[str, int], source: str = ""):
         self.controls = controls
@@ -48,6 +51,10 @@ class ToolForm(abc.ABC):
     @abc.abstractmethod
     def is_taught_by(cls, source: str) -> bool:
         """Whether a chat template that shows tools has calls written in this form."""
+
+    @abc.abstractmethod
+    def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as the model writes them, of functions' names and JSON texts of arguments."""
 
     @abc.abstractmethod
     def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
@@ -63,9 +70,10 @@ class ToolForm(abc.ABC):
         Raises:
             ValueError: a schema cannot be kept to.
         """
-        if optional and parallel and not any(tool["function"].get("strict") for tool in tools):
+        if optional and parallel and not self.always_guided and not any(map(is_strict, tools)):
             return None
-        schemas = [_parameters(tool, strict_only=optional) for tool in tools]
+        any_object = optional and not self.always_guided
+        schemas = [ANY_OBJECT if any_object and not is_strict(tool) else _parameters(tool) for tool in tools]
         return self.rules(tools, schemas, parallel=parallel, optional=optional)
 
     def marked(self, calls: str, body: str, *, optional: bool) -> str:
@@ -88,7 +96,7 @@ def call_schema(tools: Sequence[Tool], schemas: Sequence[Any], arguments: str) -
     definitions, choices = {}, []
     for index, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
         place = f"tool{index}"
-        definitions[place] = json_schemas.closed(schema, f"#/$defs/{place}")
+        definitions[place] = json_schemas.closed(schema, f"#/$defs/{place}", lenient=not is_strict(tool))
         choices.append({
             "type": "object",
             "properties": {"name": {"const": tool["function"]["name"]}, arguments: {"$ref": f"#/$defs/{place}"}},
@@ -98,14 +106,26 @@ def call_schema(tools: Sequence[Tool], schemas: Sequence[Any], arguments: str) -
     return {"anyOf": choices, "$defs": definitions}
 
 
+def call_text(name: str, arguments: str, key: str = "arguments") -> str:
+    """A call as an object."""
+    return f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}'
+
+
+def arguments_in_lark(tool: Tool, schema: Mapping[str, Any]) -> str:
+    """The schema of a tool's arguments as a part of a grammar."""
+    return "%json " + json_schemas.guiding(schema, lenient=not is_strict(tool))
+
+
 def in_lark(schema: Mapping[str, Any]) -> str:
-    """A closed schema as a part of a grammar."""
+    """A schema that is closed already as a part of a grammar."""
     return "%json " + json.dumps({**schema, "x-guidance": json_schemas.OPTIONS}, ensure_ascii=False)
 
 
-def _parameters(tool: Tool, *, strict_only: bool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments."""
-    function = tool["function"]
-    if strict_only and not function.get("strict"):
-        return ANY_OBJECT
-    return function.get("parameters") or ANY_OBJECT
+def is_strict(tool: Tool) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's arguments. A tool that has none takes no arguments."""
+    parameters = tool["function"].get("parameters")
+    return NO_MEMBERS if parameters is None else parameters or ANY_OBJECT

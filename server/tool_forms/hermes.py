@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from server.tool_forms.base import Tool, ToolForm, call_schema, in_lark
+from server.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 from server.tool_forms.parsing import NeedsMore, ToolParser
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -30,6 +30,9 @@ class Hermes(ToolForm):
     @classmethod
     def is_taught_by(cls, source: str) -> bool:
         return OPENING in source
+
+    def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "\n".join(f"{OPENING}\n{call_text(*call)}\n{CLOSING}" for call in calls)
 
     def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
         opening, closing = map(self.literal, self.markers)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
-from server import json_schemas
-from server.tool_forms.base import ANYTHING, Tool, ToolForm, call_schema, in_lark
-from server.tool_forms.parsing import BareParser, NeedsMore
+from server.tool_forms.bare import BareParser, optional_rules
+from server.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
+from server.tool_forms.parsing import NeedsMore
 
 TAG = "<|python_tag|>"
-SPACE = r"[ \n\r\t]{0,64}"
 
 
 class Llama3Parser(BareParser):
@@ -30,9 +27,6 @@ class Llama3Parser(BareParser):
         else:
             self._state = self._content
 
-    def _may_be_in_any_order(self) -> bool:
-        return bool(self._raw.strip())  # behind a marker
-
 
 class Llama3(ToolForm):
     name = "llama3"
@@ -43,29 +37,11 @@ class Llama3(ToolForm):
     def is_taught_by(cls, source: str) -> bool:
         return TAG in source
 
+    def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "; ".join(call_text(*call, key="parameters") for call in calls)
+
     def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
         if optional:
-            return self._optional(tools, schemas)
+            control = self.literal(TAG) if TAG in self.controls else ""
+            return optional_rules(tools, schemas, marker=TAG, control=control)
         return f"tool_calls: {in_lark(call_schema(tools, schemas, 'parameters'))}\n"
-
-    def _optional(self, tools: Sequence[Tool], schemas: Sequence[Any]) -> str:
-        """Text, or one call without a marker, or behind one that models may leave out: the head of a call, as
-        `server.tool_forms.parsing.read_head` knows it, is what tells."""
-        spelled = re.escape(TAG)
-        control = TAG in self.controls
-        before = "" if control else f"({spelled})?{SPACE}"
-        kind = rf'("type"{SPACE}:{SPACE}"function"{SPACE},{SPACE})?'
-        rules = []
-        for i, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
-            name = re.escape(json.dumps(tool["function"]["name"]))
-            named = rf'{kind}"name"{SPACE}:{SPACE}{name}{SPACE},{SPACE}"(arguments|parameters)"{SPACE}:'
-            head = rf"{SPACE}{before}\{{{SPACE}{named}"
-            rules.append(f'tool_head_{i}[lazy]: /{head}/\ntool_{i}: " "? %json {json_schemas.guiding(schema)}\n')
-        text = ANYTHING if control else f"{ANYTHING} & ~/{SPACE}{spelled}(.|\\n)*/"
-        calls = " | ".join(f"tool_head_{i} tool_{i}" for i in range(len(tools)))
-        opened = f"{self.literal(TAG)} tool_call | " if control else ""
-        return (
-            f"tool_calls: TOOL_TEXT | {opened}tool_call\n"
-            f"tool_call: ({calls}) /{SPACE}\\}}/\n"
-            f"TOOL_TEXT: {text}\n{''.join(rules)}"
-        )

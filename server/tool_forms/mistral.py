@@ -8,7 +8,7 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from server.tool_forms.base import Tool, ToolForm, call_schema, in_lark
+from server.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 from server.tool_forms.parsing import WHITESPACE, NeedsMore, ObjectScanner, ToolParser, follow
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -67,6 +67,9 @@ class Mistral(ToolForm):
     @classmethod
     def is_taught_by(cls, source: str) -> bool:
         return CALLS in source and ARGS not in source
+
+    def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
+        return f"{CALLS}[{', '.join(call_text(*call) for call in calls)}]"
 
     def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
         call = call_schema(tools, schemas, "arguments")

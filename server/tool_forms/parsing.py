@@ -226,33 +226,6 @@ class ToolParser:
         return True
 
 
-class BareParser(ToolParser):
-    """Of calls that need no marker: the answer begins with one, or is content all through."""
-
-    def __init__(self, names: Iterable[str], *, parallel: bool = True):
-        super().__init__(names, parallel=parallel)
-        self._state = self._begin
-
-    def _begin(self) -> None:
-        """A call, or content."""
-        text = self._buffer.lstrip(WHITESPACE)
-        if self.opening and text.startswith(self.opening):
-            self._take(len(self._buffer) - len(text) + len(self.opening))
-            self._state = self._object
-        elif text.startswith("{"):
-            self._state = self._object
-        elif not self._ended and (not text or self.opening.startswith(text)):
-            raise NeedsMore
-        else:
-            self._state = self._content
-
-    def _content(self) -> None:
-        """Content to the end."""
-        self._emit(self._buffer)
-        self._buffer = ""
-        raise NeedsMore
-
-
 class ObjectScanner:
     """Finds where a JSON object, or a value in it, ends; counts brackets outside strings."""
 

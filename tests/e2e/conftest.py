@@ -17,6 +17,6 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", params=["manual", "aot"])
 def server(request, cache):
-    with serving(TINY, cache, *OPTIONS, "--warmup", request.param) as server:
+    with serving(TINY, cache, *OPTIONS, "--warmup", request.param, "--tool-format", "hermes") as server:
         server.mode = request.param
         yield server

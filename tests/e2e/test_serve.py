@@ -62,6 +62,7 @@ def test_report(server):
     assert set(report["startup"]) == {"seconds_import", "seconds_weights", "seconds_programs", "seconds_proof", "seconds_total"}
     assert all(value > 0 for value in report["startup"].values())
     assert "prefill/64" in server.log
+    assert "tools: calls in the form hermes (--tool-format)" in server.log
 
 
 BUCKETS = [1, 15, 16, 17, 32, 33, 64, 65, 100, 128]  # every bucket, one below and one over, and several chunks

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import pathlib
+from typing import Literal
 
 import httpx
 import pydantic
@@ -96,3 +97,21 @@ def test_a_small_model_writes_what_a_schema_lists_and_ends(server):
         assert choice["finish_reason"] == "stop"
         assert set(json.loads(choice["message"]["content"])) <= set(model.model_fields)
         model.model_validate_json(choice["message"]["content"])
+
+
+class Place(pydantic.BaseModel, extra="forbid"):
+    city: str
+    unit: Literal["celsius", "fahrenheit"] = "celsius"
+
+
+def test_tools_work_although_its_template_knows_none(server):
+    assert "tools: calls in the form generic (the chat template knows no tools)" in server.log
+    function = {"name": "get_weather", "description": "The weather of a city now.", "parameters": Place.model_json_schema()}
+    body = {
+        "model": DEFAULT_MODEL, "temperature": 0, "max_tokens": 60, "parallel_tool_calls": False, "tool_choice": "required",
+        "messages": [{"role": "user", "content": "What is the weather in Rome?"}], "tools": [{"type": "function", "function": function}],
+    }  # fmt: skip
+    choice = httpx.post(f"{server.http}/v1/chat/completions", json=body, timeout=120).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "get_weather")
+    assert Place.model_validate_json(call["function"]["arguments"]).city == "Rome"

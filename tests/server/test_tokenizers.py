@@ -538,6 +538,10 @@ def test_gguf_special_tokens(tmp_path):
     assert tokenizer.decode([97, 263, 262, 264, 32]) == "a<think> "
     assert tokenizer.token_bytes(264) == b"" and tokenizer.vocab_size == 265
     assert tokenizer.chat_template is None
+    (tmp_path / "t.jinja").write_text("{{ bos_token }}{{ messages[0].content }}<|ctrl|>")
+    tokenizer = load_tokenizer(tmp_path / "m.gguf", tmp_path / "t.jinja")  # the operator's
+    text = tokenizer.chat_template.render([{"role": "user", "content": "<|ctrl|>"}])
+    assert tokenizer.encode_chat(text) == [262, *b"<|ctrl|>", 262]
 
 
 def test_gguf_special_tokens_beyond_the_vocabulary_are_none(tmp_path):

@@ -25,10 +25,11 @@ from server.errors import InvalidRequest
 from server.guided import Guides
 from server.tokenizers import ByteTokenizer, ChatTemplate
 from server.tokenizers.special import SpecialToken, SpecialTokens
-from server.tool_forms import FORMS, tool_form
+from server.tool_forms import FORMS
+from server.tool_use import ToolUse
 
 EOS = 257
-HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS = "hermes", "llama3", "mistral", "mistral-args"
+GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS = "generic", "hermes", "llama3", "mistral", "mistral-args"
 WEATHER = {
     "type": "function",
     "function": {
@@ -200,13 +201,12 @@ class Tokenizer(ByteTokenizer):
         (MISTRAL_TEMPLATE, MISTRAL),
         (ARGS_TEMPLATE, MISTRAL_ARGS),
         (LLAMA_TEMPLATE, LLAMA3),
-        ("{{ messages }}", None),
+        ("{{ messages }}", GENERIC),
     ],
 )
 def test_the_template_tells_the_format(template, format):
-    form = tool_form(ByteTokenizer(), {"default": template})
-    assert (form and form.name) == format
-    assert tool_form(ByteTokenizer(), {"default": "x", "tool_use": HERMES_TEMPLATE}).name == HERMES
+    assert ToolUse.of(Tokenizer(template)).form.name == format
+    assert ToolUse.of(Tokenizer({"default": "x", "tool_use": HERMES_TEMPLATE})).form.name == HERMES
 
 
 def accepts(form, tools, text, *, tokenizer=None, **options):
@@ -256,7 +256,7 @@ def test_the_grammar_of_calls_that_begin_with_their_name():
     assert not accepts(form, [TIME], good) and not accepts(form, [WEATHER], ARGS_OF % ("get_weather", "{}"))
     assert accepts(form, [WEATHER], good + good) and not accepts(form, [WEATHER], good + good, parallel=False)
     tokenizer = Tokenizer(ARGS_TEMPLATE + "[CALL_ID]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    form = tool_form(tokenizer, tokenizer.chat_template.sources)
+    form = ToolUse.of(tokenizer).form
     text = [259, *b"time", 261, *b"a1B2c3D4e", 260, *b"{}"]
     assert accepts(form, [TIME], text, tokenizer=tokenizer)
     assert not accepts(form, [TIME], [259, *b"time", 260, *b"{}"], tokenizer=tokenizer)  # its calls have ids
@@ -308,13 +308,13 @@ def test_optional_calls_keep_to_nothing_unless_a_tool_is_strict_or_one_call_is_t
 
 def test_control_tokens_that_mark_optional_calls():
     tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
-    form = tool_form(tokenizer, tokenizer.chat_template.sources)
+    form = ToolUse.of(tokenizer).form
     calls = [259, *b'[{"name": "get_weather", "arguments": {"city": "a"}}]']
     options = {"tokenizer": tokenizer, "optional": True}
     assert accepts(form, [STRICT], [*b"Well: ", *calls], **options) and accepts(form, [STRICT], "No", **options)
     assert not accepts(form, [STRICT], [*calls[:-3], *b"5}]"], **options)
     llama = Tokenizer(LLAMA_TEMPLATE, "<|python_tag|>")
-    form = tool_form(llama, llama.chat_template.sources)
+    form = ToolUse.of(llama).form
     call = list(b'{"name": "get_weather", "parameters": {"city": "a"}}')
     options["tokenizer"] = llama
     assert accepts(form, [STRICT], call, **options) and accepts(form, [STRICT], [259, *call], **options)
@@ -352,7 +352,7 @@ def test_references_inside_a_tools_schema_still_hold():
 
 def test_markers_that_are_control_tokens_are_written_as_such():
     tokenizer = Tokenizer(MISTRAL_TEMPLATE, "[TOOL_CALLS]")
-    form = tool_form(tokenizer, tokenizer.chat_template.sources)
+    form = ToolUse.of(tokenizer).form
     rest = list(b'[{"name": "time", "arguments": {}}]')
     assert accepts(form, [TIME], [259, *rest], tokenizer=tokenizer)
     assert not accepts(form, [TIME], "[TOOL_CALLS]" + bytes(rest).decode(), tokenizer=tokenizer)
@@ -490,7 +490,8 @@ def test_ids_of_other_servers_fit_templates_that_want_nine_characters():
         {"role": "tool", "tool_call_id": "call_7xYz0123456", "content": "4"},
     ]
     request = preheat_pb2.RenderChatRequest(messages=json.dumps(messages))
-    text = render_chat(Tokenizer(template), request).text
+    tokenizer = Tokenizer(template)
+    text = render_chat(tokenizer, ToolUse.of(tokenizer), request).text
     assert text == "Yz0123456" + "0000call1" + "AbCdEfGh9" + "=" + "Yz0123456"
 
 
@@ -612,9 +613,7 @@ def test_tools_that_cannot_be_used_are_refused(hermes):
     answer = hermes.http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert answer.json()["error"]["message"].startswith("tools cannot be compiled")
-    with open_doors(Table({})) as doors:  # its template knows no tools
-        answer = httpx.post(f"{doors.http}/v1/chat/completions", json={"messages": USER, "tools": [TIME]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
 
 
 # Structured output and continued messages, over HTTP and gRPC.
