@@ -59,7 +59,11 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a decode step: the slot that advances, and the page that holds the position it writes."""
+    """One row of a decode step: the slot that advances, and the page that holds the position it writes.
+
+    Where there are several groups (`EngineConfig.groups`), each has a pool, and a slot's pages are those of its group's,
+    ``slot % groups``.
+    """
 
     slot: int
     page: int
@@ -121,8 +125,9 @@ class Engine(Protocol):
         content already and are not written.
         """
 
-    def fetch(self, prefix: Any, pages: np.ndarray, tokens: np.ndarray) -> None:
-        """Copies pages of the pool into a prefix (a prefix-cache hit): ``len(pages) * page_size == len(tokens)``."""
+    def fetch(self, prefix: Any, pages: np.ndarray, tokens: np.ndarray, *, slot: int = 0) -> None:
+        """Copies pages of the pool into a prefix (a prefix-cache hit): ``len(pages) * page_size == len(tokens)``. ``slot`` is the one
+        that the prefix is for: it says whose pages (`Row`)."""
 
     def set_mask(self, slot: int, mask: np.ndarray | None) -> None:
         """Restricts the next tokens of a slot. ``mask`` is uint32 [ceil(vocab / 32)], little end first, a set bit allows;

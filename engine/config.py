@@ -159,7 +159,8 @@ class AdapterLayout:
 class EngineConfig:
     """The resolved layout of one server. Lengths are in tokens.
 
-    ``kv_pages`` counts the pages of the pool, the scratch page 0 included (padded rows write there).
+    Slots, batch sizes and prefill buckets count for all devices together. ``kv_pages`` counts the pages of a pool, the scratch page 0
+    included (padded rows write there); each of the ``groups`` (``engine/sharding.py``) has one.
     ``prefixes`` is the number of contiguous prefix buffers, that is of prompts between prefill and insert at once.
     """
 
@@ -174,11 +175,28 @@ class EngineConfig:
     quantize: Literal["none", "int8"] = "none"  # of the layers' matrices
     kv_dtype: Literal["auto", "int8"] = "auto"  # of keys and values, stored; auto: ``dtype``
     tp: int = 1
+    dp: int = 1
+    ep: int = 1
     layers: Literal["unrolled", "scanned"] = "unrolled"  # chosen by backend in one place: see `layer_layout`
     attention: Literal["xla", "pallas", "native"] = "xla"  # likewise: see `attention_choice`
     lanes: int = 1  # keys and values are stored padded to a multiple of so many dimensions: see `vector_lanes`
     adapters: AdapterLayout | None = None
     call_bytes: int = 0  # of weights that a call of some unrolled layers reads (`engine.segments`); 0: all layers in one program
+
+    @property
+    def devices(self) -> int:
+        """Devices that hold the model."""
+        return self.dp * self.ep * self.tp
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices with slots and pages of their own."""
+        return self.dp * self.ep
+
+    @property
+    def group_slots(self) -> int:
+        """Slots of one group; slot s is in group ``s % groups``."""
+        return self.slots // self.groups
 
     @property
     def pages_per_slot(self) -> int:

@@ -3,10 +3,14 @@
 Each takes at most one packed int32 array from the host, so a call costs one small transfer:
 
     prefill    start, length, last, want prompt log-probs, next token, masked, prompt length | sampling | mask | generated | tokens
-    insert     slot, length, first page to write, pages used | sampling | generated | pages
-    fetch      pages used | pages | tokens
-    set_mask   slot, masked | mask
+    insert     group, slot, length, first page to write, pages used | sampling | generated | pages
+    fetch      group, pages used | pages | tokens
+    set_mask   group, slot, masked | mask
     generate   per row: slot, page of the position written
+
+They are written as one device runs them, like ``engine/model.py``: model and config are its share, slots and pages are those of its
+group (``engine/sharding.py``), and so are the rows of a step. A chunk's tokens are shared out to the groups; all of them keep
+the whole prefix.
 
 `prefill` and `generate` are three functions, one after the other: `begin_...` embeds, `run_layers` runs layers, `end_...` chooses
 tokens and makes the new state. They are one program, or several where a model runs in segments (`engine/segments.py`).
@@ -24,15 +28,17 @@ from engine import native
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
 from engine.quantization import Quantized, quantize
+from engine.sharding import GROUPS, Ways
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
 from engine.state import DecodeState, Pools, Prefix, mask_words
 from engine.weights import LayerWeights, Weights
 
 PREFILL_HEADER = 7
-INSERT_HEADER = 4
-FETCH_HEADER = 1
-MASK_HEADER = 2
+INSERT_HEADER = 5
+FETCH_HEADER = 2
+MASK_HEADER = 3
 PROMPT_LOGPROB_ROWS = 32  # positions whose logits exist at once while a prompt is scored
+_NO_SLOT = np.int32(2**30)  # beyond every slot: what is written there is dropped
 
 
 @struct.dataclass
@@ -43,8 +49,11 @@ class PrefixCache:
     positions: jax.Array  # int32 [rows]
     length: jax.Array  # int32: live tokens, these included
     attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
+    ways: Ways = struct.field(pytree_node=False, default=Ways())  # likewise
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
+        if self.ways.groups > 1:  # each stores all, and attends for its own rows
+            k, v = jnp.unstack(self.ways.join(jnp.stack([k, v], axis=1), GROUPS, 0), axis=1)
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
         options = {"scoring": scoring, "window": window, "sinks": sinks}
@@ -68,13 +77,14 @@ class PagedCache:
     offsets: jax.Array  # int32 [rows]: within the page
     lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
     attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
+    ways: Ways = struct.field(pytree_node=False, default=Ways())
 
     def attend(self, pools, layer, q, k, v, scoring, window, sinks):
         options = {"scoring": scoring, "window": window, "sinks": sinks}
-        if self.attention.native is not None:
+        if self.attention.native:
             stored = tuple(_as_stored(pool, rows) for pool, rows in zip(pools, (k, v), strict=True))
             where = (self.page_table, self.pages, self.offsets, self.lengths)
-            return native.decode(self.attention.native, pools, layer, q, stored, *where, **options)
+            return native.decode(pools, layer, q, stored, *where, **options)
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
         keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
         out = self.attention.pages(q, keys, values, layer, self.page_table, self.lengths, **options)
@@ -128,6 +138,7 @@ class Rows:
 
 def run_layers(
     model: ModelConfig,
+    ways: Ways,
     attention: Attention,
     pattern: tuple[int, ...],
     pools: Pools,
@@ -136,13 +147,14 @@ def run_layers(
     rows: Rows,
 ):
     """Consecutive layers, of the kinds ``pattern``: their pools, and the hidden states behind them."""
-    cache = rows.cache.replace(attention=attention)
-    x, keys, values = decoder.run_layers(model, pattern, layers, x, rows.rotations, *pools, cache, rows.adapters)
+    cache = rows.cache.replace(attention=attention, ways=ways)
+    x, keys, values = decoder.run_layers(model, ways, pattern, layers, x, rows.rotations, *pools, cache, rows.adapters)
     return (keys, values), x
 
 
 def prefill(
     model: ModelConfig,
+    ways: Ways,
     config: EngineConfig,
     attention: Attention,
     bucket: int,
@@ -153,30 +165,37 @@ def prefill(
     """One chunk of a prompt, padded to ``bucket`` tokens.
 
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
-    log-probs [bucket, result_width()], zeros unless wanted.
+    log-probs [rows, result_width()] of the group's rows, zeros unless wanted.
     """
-    x, rows = begin_prefill(model, config, bucket, prefix, weights, request)
-    pools, x = run_layers(model, attention, model.pattern, prefix.pools, weights.layers, x, rows)
-    prefix, prompt, row, head = end_prefill(model, config, bucket, prefix, weights, request, x)
+    x, rows = begin_prefill(model, ways, config, bucket, prefix, weights, request)
+    pools, x = run_layers(model, ways, attention, model.pattern, prefix.pools, weights.layers, x, rows)
+    prefix, prompt, row, head = end_prefill(model, ways, config, bucket, prefix, weights, request, x)
     nothing = jnp.zeros((1, result_width()), jnp.int32)
-    first = jax.lax.cond(head[2] > 0, lambda: first_token(model, config, prefix, weights, head, row), lambda: nothing)
+    first = jax.lax.cond(head[2] > 0, lambda: first_token(model, ways, config, prefix, weights, head, row), lambda: nothing)
     return prefix.with_pools(*pools), first, prompt
 
 
 def begin_prefill(
-    model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array
+    model: ModelConfig, ways: Ways, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array
 ):
     """The hidden states of a chunk's tokens, and its `Rows`."""
     (start, length, _, _, _, _, total), sampling, *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
-    positions = start + jnp.arange(bucket, dtype=jnp.int32)
+    positions = start + _of_group(ways, jnp.arange(bucket, dtype=jnp.int32))
     rotations = decoder.rotary(model, positions, jnp.broadcast_to(total, positions.shape))
     adapters = None if config.adapters is None else unpack(sampling[None]).adapter
     cache = PrefixCache(start, positions, start + length)
-    return decoder.embed(model, weights, tokens), Rows(rotations, cache, adapters)
+    return decoder.embed(model, ways, weights, _of_group(ways, tokens)), Rows(rotations, cache, adapters)
 
 
 def end_prefill(
-    model: ModelConfig, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array, x: jax.Array
+    model: ModelConfig,
+    ways: Ways,
+    config: EngineConfig,
+    bucket: int,
+    prefix: Prefix,
+    weights: Weights,
+    request: jax.Array,
+    x: jax.Array,
 ):
     """What follows the layers of a chunk.
 
@@ -189,20 +208,23 @@ def end_prefill(
     seen = prefix.in_prompt & (start > 0)
     seen = seen.at[jnp.where(live, tokens, NO_TOKEN)].set(True, mode="drop")
 
-    following = jnp.where(jnp.arange(bucket) == length - 1, next_token, jnp.roll(tokens, -1))
+    following = _of_group(ways, jnp.where(jnp.arange(bucket) == length - 1, next_token, jnp.roll(tokens, -1)))
     prompt = jax.lax.cond(
         want_prompt > 0,
-        lambda: _prompt_logprobs(model, weights, x, following),
-        lambda: jnp.zeros((bucket, result_width()), jnp.int32),
+        lambda: _prompt_logprobs(model, ways, weights, x, following),
+        lambda: jnp.zeros((x.shape[0], result_width()), jnp.int32),
     )
-    row = jax.lax.dynamic_slice_in_dim(x, length - 1, 1)
+    row = jax.lax.dynamic_slice_in_dim(x, (length - 1) % x.shape[0], 1)
+    row = ways.sum(ways.only(row, GROUPS, (length - 1) // x.shape[0]), GROUPS)
     return prefix.replace(in_prompt=seen), prompt, row, request[: -tokens.shape[0]]
 
 
-def first_token(model: ModelConfig, config: EngineConfig, prefix: Prefix, weights: Weights, head: jax.Array, row: jax.Array):
+def first_token(
+    model: ModelConfig, ways: Ways, config: EngineConfig, prefix: Prefix, weights: Weights, head: jax.Array, row: jax.Array
+):
     """The packed first token [1, result_width()] of a prompt, from what `end_prefill` returned for its last chunk."""
     (start, length, _, _, _, masked, _), sampling, mask, generated = _split(head, *_prefill_sizes(model, config, 0)[:-1])
-    scores = decoder.logits(model, weights, row)
+    scores = decoder.logits(model, ways, weights, row)
     rows = unpack(sampling[None])
     context = SamplingContext(
         position=(start + length)[None],
@@ -220,12 +242,20 @@ def _prefill_sizes(model: ModelConfig, config: EngineConfig, bucket: int) -> tup
     return PREFILL_HEADER, sampling_width(), mask_words(model.vocab_size), config.max_len, bucket
 
 
-def _prompt_logprobs(model: ModelConfig, weights: Weights, x: jax.Array, following: jax.Array) -> jax.Array:
+def _of_group(ways: Ways, tokens: jax.Array) -> jax.Array:
+    """The group's share of a chunk's tokens."""
+    if ways.groups == 1:
+        return tokens
+    share = tokens.shape[0] // ways.groups
+    return jax.lax.dynamic_slice_in_dim(tokens, ways.index(GROUPS) * share, share)
+
+
+def _prompt_logprobs(model: ModelConfig, ways: Ways, weights: Weights, x: jax.Array, following: jax.Array) -> jax.Array:
     """Packed results of what follows each position, some rows at a time: logits of a whole chunk would not fit beside the rest."""
     rows = min(PROMPT_LOGPROB_ROWS, x.shape[0])
 
     def score(start: jax.Array) -> jax.Array:
-        scores = decoder.logits(model, weights, jax.lax.dynamic_slice_in_dim(x, start, rows))
+        scores = decoder.logits(model, ways, weights, jax.lax.dynamic_slice_in_dim(x, start, rows))
         return pack_results(jax.lax.dynamic_slice_in_dim(following, start, rows), scores, jnp.bool_(True))
 
     # A bucket that is no multiple of `rows` scores some rows twice, to the same result.
@@ -237,11 +267,21 @@ def _prompt_logprobs(model: ModelConfig, weights: Weights, x: jax.Array, followi
     return out
 
 
-def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix: Prefix, first: jax.Array, request: jax.Array):
-    """Copies a prefix into its pages and makes the slot's row."""
+def insert(
+    model: ModelConfig,
+    ways: Ways,
+    config: EngineConfig,
+    state: DecodeState,
+    prefix: Prefix,
+    first: jax.Array,
+    request: jax.Array,
+):
+    """Copies a prefix into its pages and makes the slot's row, in the group that has the slot; the others change nothing."""
     sizes = (sampling_width(), config.max_len, state.page_table.shape[1])
     header, sampling, generated, pages = _split(request, INSERT_HEADER, *sizes)
-    slot, length, first_page, used = header
+    group, slot, length, first_page, used = header
+    mine = ways.index(GROUPS) == group
+    slot, used = jnp.where(mine, slot, _NO_SLOT), jnp.where(mine, used, 0)
     size = config.page_size
 
     def copy_page(i, pools):
@@ -270,16 +310,17 @@ def insert(model: ModelConfig, config: EngineConfig, state: DecodeState, prefix:
     )
 
 
-def fetch(config: EngineConfig, prefix: Prefix, state: DecodeState, request: jax.Array) -> Prefix:
-    """Copies pages of the pool to the beginning of a prefix."""
+def fetch(ways: Ways, config: EngineConfig, prefix: Prefix, state: DecodeState, request: jax.Array) -> Prefix:
+    """Copies pages of a group's pool to the beginning of a prefix."""
     width = state.page_table.shape[1]
-    (used,), pages, tokens = _split(request, FETCH_HEADER, width, width * config.page_size)
+    (group, used), pages, tokens = _split(request, FETCH_HEADER, width, width * config.page_size)
     size = config.page_size
 
     def copy_page(i, buffers):
         def copy(buffer: jax.Array, pool: jax.Array) -> jax.Array:
             n, heads, _, *rest = buffer.shape
             page = jax.lax.dynamic_slice(pool, _at(pool, 0, 0, pages[i]), (n, heads, 1, size, *rest))
+            page = ways.sum(ways.only(page, GROUPS, group), GROUPS)
             return jax.lax.dynamic_update_slice(buffer, page[:, :, 0], _at(buffer, 0, 0, i * size))
 
         return jax.tree.map(copy, buffers, (state.k_pages, state.v_pages))
@@ -291,9 +332,10 @@ def fetch(config: EngineConfig, prefix: Prefix, state: DecodeState, request: jax
     return Prefix(k=keys, v=values, in_prompt=seen)
 
 
-def set_mask(model: ModelConfig, state: DecodeState, request: jax.Array) -> DecodeState:
+def set_mask(model: ModelConfig, ways: Ways, state: DecodeState, request: jax.Array) -> DecodeState:
     """Restricts the next tokens of a slot, or lifts the restriction."""
-    (slot, masked), mask = _split(request, MASK_HEADER, mask_words(model.vocab_size))
+    (group, slot, masked), mask = _split(request, MASK_HEADER, mask_words(model.vocab_size))
+    slot = jnp.where(ways.index(GROUPS) == group, slot, _NO_SLOT)
     return state.replace(
         masked=state.masked.at[slot].set(masked > 0),
         masks=state.masks.at[slot].set(jax.lax.bitcast_convert_type(mask, jnp.uint32)),
@@ -301,16 +343,24 @@ def set_mask(model: ModelConfig, state: DecodeState, request: jax.Array) -> Deco
 
 
 def generate(
-    model: ModelConfig, config: EngineConfig, attention: Attention, state: DecodeState, weights: Weights, request: jax.Array
+    model: ModelConfig,
+    ways: Ways,
+    config: EngineConfig,
+    attention: Attention,
+    state: DecodeState,
+    weights: Weights,
+    request: jax.Array,
 ):
     """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
-    x, rows = begin_generate(model, config, state, weights, request)
-    pools, x = run_layers(model, attention, model.pattern, state.pools, weights.layers, x, rows)
-    state, results = end_generate(model, config, state, weights, request, x)
+    x, rows = begin_generate(model, ways, config, state, weights, request)
+    pools, x = run_layers(model, ways, attention, model.pattern, state.pools, weights.layers, x, rows)
+    state, results = end_generate(model, ways, config, state, weights, request, x)
     return state.with_pools(*pools), results
 
 
-def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array):
+def begin_generate(
+    model: ModelConfig, ways: Ways, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array
+):
     """The hidden states of the rows' last tokens, and their `Rows`."""
     slots, active, positions, page_table = _rows(config, state, request)
     cache = PagedCache(
@@ -321,15 +371,21 @@ def begin_generate(model: ModelConfig, config: EngineConfig, state: DecodeState,
     )
     rotations = decoder.rotary(model, positions, positions + 1)
     adapters = None if config.adapters is None else unpack(state.sampling[slots]).adapter
-    return decoder.embed(model, weights, state.tokens[slots]), Rows(rotations, cache, adapters)
+    return decoder.embed(model, ways, weights, state.tokens[slots]), Rows(rotations, cache, adapters)
 
 
 def end_generate(
-    model: ModelConfig, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array, x: jax.Array
+    model: ModelConfig,
+    ways: Ways,
+    config: EngineConfig,
+    state: DecodeState,
+    weights: Weights,
+    request: jax.Array,
+    x: jax.Array,
 ):
     """The rest of `generate`, behind the layers."""
     slots, active, positions, page_table = _rows(config, state, request)
-    scores = decoder.logits(model, weights, x)
+    scores = decoder.logits(model, ways, weights, x)
     options = unpack(state.sampling[slots])
     generated = state.generated[slots]
     context = SamplingContext(

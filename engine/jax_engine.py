@@ -10,6 +10,7 @@ it explicitly, call one program by its name in the table and keep what it return
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from engine.kernels import choose_attention
 from engine.programs import Program
 from engine.sampling import NO_TOKEN, pack, result_width
 from engine.segments import Segment
-from engine.sharding import make_mesh, replicated
+from engine.sharding import check_split, describe, device_config, device_model, make_mesh, replicated
 from engine.state import DecodeState, Pools, Prefix, abstract_prefix, abstract_state, mask_words, table_width
 from engine.table import make_table
 from engine.weights import Weights, abstract_weights
@@ -44,7 +45,7 @@ class Step:
     """What a program chose, still on the device."""
 
     results: jax.Array  # int32 [batch, result_width()]
-    rows: int  # real rows, before the padding
+    rows: np.ndarray  # where the real rows are, in their order, among the padding
     prompt: jax.Array | None = None  # int32 [bucket, result_width()]
     prompt_rows: int = 0
 
@@ -54,7 +55,7 @@ class JaxEngine:
 
     Args:
       model: the model.
-      config: the layout; ``config.tp`` must be ``len(devices)``.
+      config: the layout; ``config.devices`` must be ``len(devices)``.
       devices: the devices of one model, in mesh order; they may be of a machine that is not here (cross-target build).
 
     Raises:
@@ -66,14 +67,16 @@ class JaxEngine:
         self.model = model
         self.config = config
         self.devices = tuple(devices)
-        self.mesh = make_mesh(devices)
-        self.attention = choose_attention(model, config, self.mesh, self.devices[0].platform)
+        self.mesh = make_mesh(devices, dp=config.dp, ep=config.ep)
+        of_device = device_model(model, config), device_config(config)
+        self.attention = choose_attention(*of_device, self.devices[0].platform)
         self._block_pages = max(1, PAGES_BLOCK // config.page_size)
         self._table_width = table_width(config, self._block_pages)
         self.abstract_weights: Weights = abstract_weights(model, config, self.mesh)
         self.abstract_state: DecodeState = abstract_state(model, config, self.mesh, self._block_pages)
         self.abstract_prefix: Prefix = abstract_prefix(model, config, self.mesh)
         self._replicated = replicated(self.mesh, (), jnp.int32).sharding
+        self._per_row = describe(self.mesh, (1,), jnp.int32, ("rows",)).sharding
         abstract = (self.abstract_weights, self.abstract_state, self.abstract_prefix)
         self._programs, self._segments = make_table(model, config, self.mesh, self.attention, *abstract)
         self._executables: Mapping[str, Callable] = {}
@@ -81,6 +84,8 @@ class JaxEngine:
         self._state: DecodeState | None = None
         self._prefixes: collections.deque[PrefixBuffer] = collections.deque()
         self._prefix_lock = threading.Lock()
+        # Programs that wait for one another on several devices must reach all of them in the same order.
+        self._order = threading.Lock() if len(devices) > 1 else contextlib.nullcontext()
         self._none_generated = np.full(config.max_len, NO_TOKEN, np.int32)
         self._all_allowed = np.full(mask_words(model.vocab_size), -1, np.int32)
 
@@ -129,7 +134,7 @@ class JaxEngine:
                     bucket = self.config.prefill_bucket(1)
                     result = self._first_token(prefix, self._put(np.asarray(head)[:-bucket]), self._put(row))
                 case "insert":
-                    first = Step(self._put(np.zeros((1, result_width()), np.int32)), 1)
+                    first = Step(self._put(np.zeros((1, result_width()), np.int32)), np.arange(1))
                     self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
                     result = self._state
                 case "fetch":
@@ -153,7 +158,7 @@ class JaxEngine:
             carried = prefix.arrays
             request = self._prefill_request(np.zeros(int(size), np.int32), 0, SamplingParams(), last=True)
         else:
-            carried, request = self._state, self._generate_request((), int(size))
+            carried, (request, _) = self._state, self._generate_request((), int(size))
         begin = (carried.with_pools((), ()), self._weights.replace(layers=()), request)
         x, rows = self._call(f"{name}/begin", *begin)
         if part == "begin":
@@ -209,7 +214,7 @@ class JaxEngine:
             first = self._first_token(prefix, head, row) if last else prompt  # of which nobody reads a row
         else:
             prefix.arrays, first, prompt = self._chain(name, prefix.arrays, request)
-        return Step(first, int(last), prompt if prompt_logprobs else None, len(tokens))
+        return Step(first, np.arange(int(last)), prompt if prompt_logprobs else None, len(tokens))
 
     def _first_token(self, prefix: PrefixBuffer, head: jax.Array, row: jax.Array) -> jax.Array:
         outer = self._weights.replace(layers=())
@@ -238,37 +243,51 @@ class JaxEngine:
         shared_pages: int = 0,
         generated: np.ndarray | None = None,
     ) -> None:
-        header = (slot, length, shared_pages, len(pages))
+        header = (*self._place(slot), length, shared_pages, len(pages))
         request = self._pack(header, self._sampling(sampling), self._generated(generated), self._table_row(pages))
         self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
 
-    def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray, *, slot: int = 0) -> None:
         padded = np.zeros(self._table_width * self.config.page_size, np.int32)
         padded[: len(tokens)] = tokens
-        request = self._pack((len(pages),), self._table_row(pages), padded)
+        group, _ = self._place(slot)
+        request = self._pack((group, len(pages)), self._table_row(pages), padded)
         prefix.arrays = self._call("fetch", prefix.arrays, self._state, request)
 
     def set_mask(self, slot: int, mask: np.ndarray | None) -> None:
         words = self._all_allowed if mask is None else mask.view(np.int32)
-        self._state = self._call("set_mask", self._state, self._pack((slot, mask is not None), words))
+        self._state = self._call("set_mask", self._state, self._pack((*self._place(slot), mask is not None), words))
 
     def generate(self, rows: Sequence[Row]) -> Step:
-        return self._generate(rows, self.config.batch_size(len(rows)))
+        groups = self.config.groups
+        fullest = max(np.bincount([row.slot % groups for row in rows], minlength=groups).tolist())
+        return self._generate(rows, self.config.batch_size(fullest * groups))
 
     def _generate(self, rows: Sequence[Row], batch: int) -> Step:
-        self._state, results = self._chain(f"generate/{batch}", self._state, self._generate_request(rows, batch))
+        request, places = self._generate_request(rows, batch)
+        self._state, results = self._chain(f"generate/{batch}", self._state, request)
         results.copy_to_host_async()
-        return Step(results, len(rows))
+        return Step(results, places)
 
-    def _generate_request(self, rows: Sequence[Row], batch: int) -> jax.Array:
+    def _generate_request(self, rows: Sequence[Row], batch: int) -> tuple[jax.Array, np.ndarray]:
+        """The rows, each in the part of the batch that its group computes; and where each is."""
         packed = np.zeros((batch, 2), np.int32)
-        packed[:, 0] = self.config.slots  # scratch
+        packed[:, 0] = self.config.group_slots  # scratch
+        places = np.zeros(len(rows), np.int32)
+        free = [group * (batch // self.config.groups) for group in range(self.config.groups)]
         for index, row in enumerate(rows):
-            packed[index] = row.slot, row.page
-        return self._put(packed)
+            group, slot = self._place(row.slot)
+            places[index] = free[group]
+            packed[free[group]] = slot, row.page
+            free[group] += 1
+        return jax.device_put(packed, self._per_row), places
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """A slot's group, and its number there; scratch is that of group 0."""
+        return slot % self.config.groups, slot // self.config.groups
 
     def read(self, step: Step) -> TokenResults:
-        return _unpack_results(np.asarray(step.results)[: step.rows])
+        return _unpack_results(np.asarray(step.results)[step.rows])
 
     def read_prompt(self, step: Step) -> TokenResults:
         if step.prompt is None:
@@ -278,7 +297,8 @@ class JaxEngine:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, *arguments):
-        return self._executables[name](*arguments)
+        with self._order:
+            return self._executables[name](*arguments)
 
     def _chain(self, name: str, carried: DecodeState | Prefix, request: jax.Array):
         """`functions.prefill` or `generate`, in one program or in segments."""
@@ -347,15 +367,9 @@ def _unpack_results(packed: np.ndarray) -> TokenResults:
 
 
 def _check(model: ModelConfig, config: EngineConfig, devices: int) -> None:
-    if config.tp != devices:
-        raise ConfigError(f"tp = {config.tp}, but {devices} devices were given")
-    for name, extent in (
-        ("num_kv_heads", model.num_kv_heads),
-        ("intermediate_size", model.intermediate_size),
-        ("vocab_size", model.vocab_size),
-    ):
-        if extent % config.tp:
-            raise ConfigError(f"--tp {config.tp} does not divide the model's {name} = {extent}: choose a divisor")
+    if config.devices != devices:
+        raise ConfigError(f"dp x ep x tp = {config.devices}, but {devices} devices were given")
+    check_split(model, config)
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(f"num_attention_heads = {model.num_heads} is no multiple of num_key_value_heads = {model.num_kv_heads}")
     if config.batch_sizes[-1] != config.slots:

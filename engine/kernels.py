@@ -8,8 +8,10 @@ it in place on TPUs, whichever implementation attends:
 
 * Attention sees a pool [n, kv_heads, pages, page_size, head_dim] as one list of n * kv_heads * pages pages, and each head of a row as a row of
   its own. One index then finds a page, so XLA has no order of dimensions to prefer; merging leading dimensions moves
-  nothing. Heads may be split over devices, hence `jax.shard_map`.
+  nothing.
 * What stores into a pool pins the order of its dimensions (`Attention.pin`).
+
+All of it is about what one device has of heads, rows and pages.
 
 Kernels are imported where they are used: Pallas takes a quarter of a second to import.
 """
@@ -17,7 +19,6 @@ Kernels are imported where they are used: Pallas takes a quarter of a second to 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import math
 import warnings
@@ -26,7 +27,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, PartitionSpec
 
 from engine import native
 from engine.attention import Scoring, attend_pages, attend_prefix, attend_rows
@@ -54,15 +54,15 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """How the programs attend. ``mesh`` is None where every layer has a pool of its own.
+    """How the programs attend. ``listed`` is off where every layer has a pool of its own.
 
-    ``pins`` is off on GPUs: there XLA lays arrays out as they are written anyway. ``native`` are the CPU devices on which
-    `engine.native` attends, and stores in decode.
+    ``pins`` is off on GPUs: there XLA lays arrays out as they are written anyway. With ``native``, `engine.native` attends, and stores in
+    decode.
     """
 
-    mesh: Mesh | None = None
+    listed: bool = False
     pins: bool = False
-    native: Mesh | None = None
+    native: bool = False
     decode: Choice = Choice()
     prefill: Choice = Choice()
 
@@ -76,46 +76,30 @@ class Attention:
 
     def pages(self, q, k_pages, v_pages, layer, page_table, lengths, *, scoring: Scoring, window: Window, sinks):
         """`engine.attention.attend_pages`."""
-        if self.mesh is None:
+        if not self.listed:
             options = {"scoring": scoring, "window": window, "sinks": sinks}
             return attend_pages(q, k_pages, v_pages, layer, page_table, lengths, **options)
-        heads, whole = PartitionSpec(None, "tp"), PartitionSpec()
-        attend = jax.shard_map(
-            functools.partial(_attend_listed, self.decode.kernel, scoring),
-            mesh=self.mesh,
-            in_specs=(heads, heads, heads, whole, whole, whole, whole, PartitionSpec("tp")),
-            out_specs=heads,
-            check_vma=False,  # kernels do not say over which devices their results vary
-        )
-        return attend(q, k_pages, v_pages, layer, page_table, lengths, window, sinks)
+        return _attend_listed(self.decode.kernel, scoring, q, k_pages, v_pages, layer, page_table, lengths, window, sinks)
 
     def prefix(self, q, keys, values, layer, positions, length, *, scoring: Scoring, window: Window, sinks):
         """`engine.attention.attend_prefix`."""
-        if self.native is not None:
-            options = {"scoring": scoring, "window": window, "sinks": sinks}
-            return native.prefill(self.native, (keys, values), layer, q, positions[0], length, **options)
+        options = {"scoring": scoring, "window": window, "sinks": sinks}
+        if self.native:
+            return native.prefill((keys, values), layer, q, positions[0], length, **options)
         if self.prefill.kernel is None:
-            options = {"scoring": scoring, "window": window, "sinks": sinks}
             return attend_prefix(q, keys, values, layer, positions, length, **options)
-        heads, whole = PartitionSpec(None, "tp"), PartitionSpec()
-        attend = jax.shard_map(
-            functools.partial(self.prefill.kernel, scoring, window),
-            mesh=self.mesh,
-            in_specs=(heads, heads, heads, whole, whole, PartitionSpec("tp")),
-            out_specs=heads,
-            check_vma=False,
-        )
-        return attend(q, keys, values, layer, positions, sinks)
+        return self.prefill.kernel(scoring, window, q, keys, values, layer, positions, sinks)
 
 
-def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None, platform: str) -> Attention:
-    """Who attends in the programs of an engine on devices of ``platform`` (``cpu``, ``gpu``, ``tpu``).
+def choose_attention(model: ModelConfig, config: EngineConfig, platform: str) -> Attention:
+    """Who attends in the programs of an engine on devices of ``platform`` (``cpu``, ``gpu``, ``tpu``). Model and layout are one
+    device's (`engine.sharding`).
 
     Raises:
       ConfigError: kernels are asked for where there are none.
     """
-    listed = mesh if config.layers == "scanned" else None
-    pins = listed is not None and platform != "gpu"
+    listed = config.layers == "scanned"
+    pins = listed and platform != "gpu"
     if config.attention == "xla":
         return Attention(listed, pins)
     if config.attention == "native":
@@ -123,9 +107,8 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
             raise ConfigError(f"--attention native is for CPUs, not for {platform}; use --attention auto, xla or pallas")
         if reason := native.obstacle(model.head_dim):
             return Attention(listed, pins, decode=Choice(reason=reason), prefill=Choice(reason=reason))
-        return Attention(listed, pins, mesh, decode=Choice(name="native"), prefill=Choice(name="native"))
-    mesh = listed
-    if platform not in ("tpu", "gpu") or mesh is None:
+        return Attention(listed, pins, native=True, decode=Choice(name="native"), prefill=Choice(name="native"))
+    if platform not in ("tpu", "gpu") or not listed:
         raise ConfigError(f"--attention pallas: there are no kernels for {platform}; use --attention auto or xla")
     paged = Choice(_tpu_pages if platform == "tpu" else _gpu_pages, "Pallas paged_attention")
     splash = Choice(_tpu_prefix, "Pallas splash_attention")
@@ -133,13 +116,13 @@ def choose_attention(model: ModelConfig, config: EngineConfig, mesh: Mesh | None
         paged = Choice(reason=reason)
     if reason := _prefill_obstacle(model, config, platform):
         splash = Choice(reason=reason)
-    return Attention(mesh, pins, decode=paged, prefill=splash)
+    return Attention(listed, pins, decode=paged, prefill=splash)
 
 
 def _decode_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -> str | None:
     if config.kv_dtype != "auto":
         return f"keys are {config.kv_dtype}"
-    heads = model.num_kv_heads // config.tp
+    heads = model.num_kv_heads
     if any(kind.window is not None for kind in model.kinds):
         return "layers have windows"
     if model.sinks:

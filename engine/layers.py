@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -41,14 +43,17 @@ def _few_rows_on_cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
     return barrier(jax.lax.dot_general(weight, barrier(x.T), (((1,), (0,)), ((), ())))).T
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, *, wide: bool = False, mean: Callable[[jax.Array], jax.Array] = lambda mean: mean
+) -> jax.Array:
     """Root mean square layer normalization (arXiv:1910.07467) in float32, over as many last dimensions as the weight has.
 
-    With ``wide`` the weight, float32, multiplies before the result is rounded to x's dtype; without it, after.
+    With ``wide`` the weight, float32, multiplies before the result is rounded to x's dtype; without it, after. ``mean`` makes the mean
+    over all devices of this one's.
     """
     axes = tuple(range(-weight.ndim, 0))
     values = x.astype(jnp.float32)
-    normed = values * jax.lax.rsqrt(jnp.mean(jnp.square(values), axis=axes, keepdims=True) + eps)
+    normed = values * jax.lax.rsqrt(mean(jnp.mean(jnp.square(values), axis=axes, keepdims=True)) + eps)
     weight = weight[(None,) * (x.ndim - weight.ndim)]
     return (weight * normed).astype(x.dtype) if wide else weight * normed.astype(x.dtype)
 

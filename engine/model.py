@@ -1,5 +1,8 @@
 """The decoder: one transformer for every family, configured by `ModelConfig`.
 
+It is written as one device runs it: the model is that device's share (`engine.sharding.device_model`), and where the shares meet is
+said by `Ways`. Hidden states are whole on every device, of its own rows.
+
 `run_layers` takes the hidden states of some rows through consecutive layers. Rows are the tokens of one prompt chunk in prefill and
 one token of each sequence in decode; where keys and values are kept, and what is attended to, is the caller's `Cache`.
 
@@ -22,6 +25,7 @@ from engine.config import ModelConfig
 from engine.layers import gated, linear, rms_norm
 from engine.moe import mixture
 from engine.rope import rotary_dim, rotate, rotation
+from engine.sharding import TENSOR, Ways
 from engine.weights import LayerWeights, Weights
 
 Pools = tuple[jax.Array, jax.Array]  # keys and values of one layer group, leading dimension n
@@ -47,11 +51,21 @@ class Cache(Protocol):
         """Stores k and v in ``layer`` of the pools, then attends: the new pools, and [rows, kv_heads, queries_per_kv, head_dim]."""
 
 
-def embed(model: ModelConfig, weights: Weights, tokens: jax.Array) -> jax.Array:
+def embed(model: ModelConfig, ways: Ways, weights: Weights, tokens: jax.Array) -> jax.Array:
     """Hidden states of tokens, int32 [rows] -> [rows, hidden]."""
     with jax.named_scope("embed"):
-        x = weights.embed.at[tokens].get(mode="clip")
+        x = _look_up(ways, weights.embed, jnp.clip(tokens, 0, model.vocab_size - 1))
         return x if model.embed_scale == 1.0 else x * jnp.asarray(model.embed_scale, x.dtype)
+
+
+def _look_up(ways: Ways, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of a table that is split by rows: those of others are zero, and added."""
+    if ways.tensor == 1:
+        return table.at[tokens].get(mode="promise_in_bounds")
+    places = tokens - ways.index(TENSOR) * table.shape[0]
+    mine = (places >= 0) & (places < table.shape[0])
+    found = table.at[jnp.where(mine, places, 0)].get(mode="promise_in_bounds")
+    return ways.sum(jnp.where(mine[:, None], found, jnp.zeros_like(found)), TENSOR)
 
 
 def rotary(model: ModelConfig, positions: jax.Array, context: jax.Array) -> tuple[CosSin | None, ...]:
@@ -64,6 +78,7 @@ def rotary(model: ModelConfig, positions: jax.Array, context: jax.Array) -> tupl
 
 def run_layers(
     model: ModelConfig,
+    ways: Ways,
     pattern: tuple[int, ...],  # the kind of each layer that runs
     layers: tuple[LayerWeights, ...],  # their weights, one group after the other
     x: jax.Array,  # [rows, hidden]
@@ -80,7 +95,7 @@ def run_layers(
     def only_layer(kind, group, x, pools):
         group, experts = _part_experts(model, group)
         one = jax.tree.map(lambda leaf: leaf[0], group).replace(**experts)
-        return _layer(model, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache, adapters)
+        return _layer(model, ways, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache, adapters)
 
     def all_layers(pattern, group, x, pools):
         look_up = _kinds_as_data(model, pattern, rotations, x.shape[0])
@@ -88,7 +103,7 @@ def run_layers(
 
         def step(carry, layer_and_weights):
             layer, one = layer_and_weights
-            return _layer(model, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache, adapters), None
+            return _layer(model, ways, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache, adapters), None
 
         return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
 
@@ -102,11 +117,11 @@ def run_layers(
     return x, keys, values
 
 
-def logits(model: ModelConfig, weights: Weights, x: jax.Array) -> jax.Array:
+def logits(model: ModelConfig, ways: Ways, weights: Weights, x: jax.Array) -> jax.Array:
     """Float32 logits [rows, vocab] of hidden states [rows, hidden] as the last layer leaves them."""
     with jax.named_scope("logits"):
         head = weights.embed if weights.head is None else weights.head
-        scores = linear(head, _norm(model, x, weights.final_norm)).astype(jnp.float32)
+        scores = ways.join(linear(head, _norm(model, x, weights.final_norm)), TENSOR, 1).astype(jnp.float32)
         if model.logit_scale != 1.0:
             scores *= model.logit_scale
         if model.logit_softcap is not None:
@@ -147,8 +162,16 @@ def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Arr
     return x if weight is None else rms_norm(x, weight, model.norm_eps, wide=model.wide_norms)
 
 
+def _norm_heads(model: ModelConfig, ways: Ways, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The norm of queries or keys. Over all heads, it is over all devices; copies of KV heads do not change a mean."""
+    across = ways if model.qk_norm == "projection" else Ways()
+    mean = lambda mean: across.sum(mean, TENSOR) / across.tensor  # noqa: E731
+    return rms_norm(x, weight, model.norm_eps, wide=model.wide_norms, mean=mean)
+
+
 def _layer(
     model: ModelConfig,
+    ways: Ways,
     weights: LayerWeights,  # of this layer: no leading dimension, but for experts
     x: jax.Array,
     cos_sin: CosSin | None,
@@ -168,7 +191,8 @@ def _layer(
             qkv += change(low_rank.qkv, adapters, normed).swapaxes(1, 2)
         queries_and_key = qkv[:, :, :-1]
         if model.qk_norm != "none":
-            q, k = _norm(model, qkv[:, :, :-2], weights.q_norm), _norm(model, qkv[:, :, -2], weights.k_norm)
+            q, k = qkv[:, :, :-2], qkv[:, :, -2]
+            q, k = _norm_heads(model, ways, q, weights.q_norm), _norm_heads(model, ways, k, weights.k_norm)
             queries_and_key = jnp.concatenate([q, k[:, :, None]], axis=2)
     with jax.named_scope("rope"):
         if cos_sin is not None:
@@ -179,18 +203,22 @@ def _layer(
         scoring = Scoring(scale, model.attention_softcap)
         pools, attended = cache.attend(pools, layer, q, k, v, scoring, window, weights.sinks)
         attended = attended.reshape(rows, -1)
-        out = linear(weights.o, attended, weights.o_bias)
+        out = linear(weights.o, attended)
         if low_rank is not None and low_rank.o is not None:
             out += change(low_rank.o, adapters, attended)[:, 0]
+        out = _add_bias(ways.sum(out, TENSOR), weights.o_bias)
         x = _add(model, x, _norm(model, out, weights.attention_post_norm))
     with jax.named_scope("mlp"):
         normed = _norm(model, x, weights.mlp_norm)
-        out = _mlp(model, weights, normed, adapters) if model.moe is None else mixture(model, weights, layer, normed)
+        if model.moe is None:
+            out = _mlp(model, ways, weights, normed, adapters)
+        else:
+            out = mixture(model, ways, weights, layer, normed)
         x = _add(model, x, _norm(model, out, weights.mlp_post_norm))
     return x, pools
 
 
-def _mlp(model: ModelConfig, weights: LayerWeights, x: jax.Array, adapters: jax.Array | None) -> jax.Array:
+def _mlp(model: ModelConfig, ways: Ways, weights: LayerWeights, x: jax.Array, adapters: jax.Array | None) -> jax.Array:
     low_rank = weights.adapters
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.reshape(-1)
     gate_up = linear(weights.gate_up.reshape(-1, model.hidden_size), x, bias)
@@ -198,10 +226,14 @@ def _mlp(model: ModelConfig, weights: LayerWeights, x: jax.Array, adapters: jax.
         gate_up += change(low_rank.gate_up, adapters, x).reshape(gate_up.shape)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     inner = gated(model.activation, gate, up)
-    out = linear(weights.down, inner, weights.down_bias)
+    out = linear(weights.down, inner)
     if low_rank is not None and low_rank.down is not None:
         out += change(low_rank.down, adapters, inner)[:, 0]
-    return out
+    return _add_bias(ways.sum(out, TENSOR), weights.down_bias)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias[None]
 
 
 def _add(model: ModelConfig, x: jax.Array, change: jax.Array) -> jax.Array:

@@ -182,7 +182,9 @@ def _fill_b(adapters: Sequence[Adapter], layers: range, map: str, out: np.ndarra
                         into[:-2] = piece.reshape(kv_heads, queries, head_dim, rank).swapaxes(0, 1)
                     else:
                         group = part - 3 if map == "qkv" else part
-                        into[group] = piece.reshape(into[group].shape)
+                        shape = into[group].shape
+                        copies = into[group].size // piece.size if map == "qkv" else 1  # of KV heads: `engine.sharding`
+                        into[group] = piece.reshape(-1, *shape[1:]).repeat(copies, axis=0)
 
 
 def _targets(model: ModelConfig) -> dict[str, _Target]:

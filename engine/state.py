@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from engine.config import EngineConfig, ModelConfig
 from engine.sampling import sampling_width
 from engine.quantization import Quantized
-from engine.sharding import describe, replicated
+from engine.sharding import describe, replicated, stored_model
 from engine.weights import layer_groups
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
@@ -25,7 +25,8 @@ Pools = tuple[tuple[Array, ...], tuple[Array, ...]]  # keys and values, one arra
 
 @struct.dataclass
 class DecodeState:
-    """The state of all slots. Row ``slots`` of every per-slot array is scratch: padded rows of a batch read and write it.
+    """The state of all slots. Shapes are those of one group of devices (``engine/sharding.py``): slots and pages of several groups
+    follow one another. Row ``slots`` of every per-slot array is scratch: padded rows of a batch read and write it.
 
     ``k_pages`` and ``v_pages`` have one array per layer group (``engine/weights.py``), of n layers each, or one `Quantized`. Page 0 is
     scratch.
@@ -84,25 +85,29 @@ def table_width(config: EngineConfig, block_pages: int) -> int:
 
 def abstract_state(model: ModelConfig, config: EngineConfig, mesh: Mesh, block_pages: int) -> DecodeState:
     """Shapes, dtypes and shardings of the decode state."""
-    rows = config.slots + 1
+    rows = config.groups * (config.group_slots + 1)
+    heads, pages = stored_model(model, config).num_kv_heads, config.groups * config.kv_pages
 
     def pool(layers: int) -> jax.ShapeDtypeStruct | Quantized:
-        shape = (layers, model.num_kv_heads, config.kv_pages, config.page_size, config.stored_head_dim(model.head_dim))
-        return _stored(mesh, config, shape, (None, "kv_heads", None, None, None))
+        shape = (layers, heads, pages, config.page_size, config.stored_head_dim(model.head_dim))
+        return _stored(mesh, config, shape, (None, "kv_heads", "pages", None, None))
+
+    def per_slot(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return describe(mesh, (rows, *shape), dtype, ("slots", *[None] * len(shape)))
 
     pools = tuple(pool(layers) for layers in layer_groups(model, config))
     return DecodeState(
         k_pages=pools,
         v_pages=pools,
-        page_table=replicated(mesh, (rows, table_width(config, block_pages)), jnp.int32),
-        lengths=replicated(mesh, (rows,), jnp.int32),
-        tokens=replicated(mesh, (rows,), jnp.int32),
-        generated=replicated(mesh, (rows,), jnp.int32),
-        counts=replicated(mesh, (rows, model.vocab_size), jnp.int32),
-        in_prompt=replicated(mesh, (rows, model.vocab_size), jnp.bool_),
-        sampling=replicated(mesh, (rows, sampling_width()), jnp.int32),
-        masked=replicated(mesh, (rows,), jnp.bool_),
-        masks=replicated(mesh, (rows, mask_words(model.vocab_size)), jnp.uint32),
+        page_table=per_slot(jnp.int32, table_width(config, block_pages)),
+        lengths=per_slot(jnp.int32),
+        tokens=per_slot(jnp.int32),
+        generated=per_slot(jnp.int32),
+        counts=per_slot(jnp.int32, model.vocab_size),
+        in_prompt=per_slot(jnp.bool_, model.vocab_size),
+        sampling=per_slot(jnp.int32, sampling_width()),
+        masked=per_slot(jnp.bool_),
+        masks=per_slot(jnp.uint32, mask_words(model.vocab_size)),
     )
 
 
@@ -110,7 +115,8 @@ def abstract_prefix(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Pre
     """Shapes, dtypes and shardings of one prefix buffer."""
 
     def buffer(layers: int) -> jax.ShapeDtypeStruct | Quantized:
-        shape = (layers, model.num_kv_heads, config.prefix_capacity, config.stored_head_dim(model.head_dim))
+        heads = stored_model(model, config).num_kv_heads
+        shape = (layers, heads, config.prefix_capacity, config.stored_head_dim(model.head_dim))
         return _stored(mesh, config, shape, (None, "kv_heads", None, None))
 
     buffers = tuple(buffer(layers) for layers in layer_groups(model, config))

@@ -20,7 +20,7 @@ from engine.programs import Program, tree_bytes
 from engine.rope import rotary_dim
 from engine.sampling import pack, result_width, sampling_width
 from engine.segments import Segment, segments
-from engine.sharding import replicated
+from engine.sharding import describe, device_config, device_model, replicated, split, ways
 from engine.state import DecodeState, Prefix, mask_words
 from engine.weights import Weights
 
@@ -44,9 +44,12 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     def host(*shape: int) -> jax.ShapeDtypeStruct:
         return replicated(mesh, shape, jnp.int32)
 
+    def per_row(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return describe(mesh, shape, dtype, ("rows", *[None] * (len(shape) - 1)))
+
     def program(name, function, arguments, outputs, *, donates=None, takes_state=False) -> Program:
         jitted = jax.jit(
-            function,
+            split(function, mesh, arguments, outputs) if arguments else function,
             donate_argnums=() if donates is None else donates,
             in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
@@ -59,7 +62,7 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         partial.__name__ = name
         return partial
 
-    def zeros(name: str, abstract):
+    def zeros(name: str, abstract):  # of whole arrays: XLA makes each device's part
         return named(name, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
 
     def init_state() -> DecodeState:
@@ -67,6 +70,9 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         neutral = jnp.broadcast_to(pack(SamplingParams()), state.sampling.shape)
         return empty.replace(sampling=neutral)
 
+    # What the functions are for: one device's share.
+    whole_config, over = config, ways(config)
+    model, config = device_model(model, config), device_config(config)
     sampling, mask, table = sampling_width(), mask_words(model.vocab_size), state.page_table.shape[1]
     first = host(1, result_width())
     yield program("init_state", init_state, (), state)
@@ -75,11 +81,8 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     def rotation(rope: RopeConfig | None, rows: int):
         if rope is None:
             return None
-        angles = replicated(mesh, (rows, rotary_dim(rope, model.head_dim) // 2), jnp.float32)
+        angles = per_row(rows, rotary_dim(rope, model.head_dim) // 2, dtype=jnp.float32)
         return angles, angles
-
-    def adapter_of(rows: int) -> jax.ShapeDtypeStruct | None:
-        return None if config.adapters is None else host(rows)
 
     def chain(
         name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated
@@ -90,20 +93,20 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         """
         kind, _, size = name.partition("/")
         whole, begin, end = (
-            named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, config, *attends, *bound)
+            named(f"{part}{kind}_{size}", getattr(functions, f"{part}{kind}"), model, over, config, *attends, *bound)
             for part, attends in (("", (attention,)), ("begin_", ()), ("end_", ()))
         )
-        split = segments(model, config, rows, tree_bytes(weights.layers[0]))
-        if not split:
+        parts = segments(model, config, rows // over.groups, tree_bytes(weights.layers[0]))
+        if not parts:
             yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, **donated)
             return
-        split_chains[name] = split
+        split_chains[name] = parts
         rest, outer = carried.with_pools((), ()), weights.replace(layers=())
-        x = replicated(mesh, (rows, model.hidden_size), config.dtype)
+        x = per_row(rows, model.hidden_size, dtype=config.dtype)
         about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
         yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
-        for segment in {segment.part: segment for segment in reversed(split)}.values():
-            run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, attention, segment.pattern)
+        for segment in {segment.part: segment for segment in reversed(parts)}.values():
+            run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, over, attention, segment.pattern)
             pools = segment.of_pools(carried.pools)
             arguments = (pools, weights.layers[segment.layers], x, about)
             yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
@@ -113,28 +116,29 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     head = host(functions.PREFILL_HEADER + sampling + mask + config.max_len)
     row = replicated(mesh, (1, model.hidden_size), config.dtype)
     for bucket in config.prefill_buckets:
-        cache = functions.PrefixCache(start=host(), positions=host(bucket), length=host())
-        prompt = host(bucket, result_width())
+        cache = functions.PrefixCache(start=host(), positions=per_row(bucket), length=host())
+        prompt = per_row(bucket, result_width())
         yield from chain(
-            f"prefill/{bucket}", bucket, cache, adapter_of(1), (bucket,), prefix, host(head.shape[0] + bucket),
+            f"prefill/{bucket}", bucket, cache, None if config.adapters is None else host(1), (bucket,), prefix, host(head.shape[0] + bucket),
             (first, prompt), (prompt, row, head),
         )  # fmt: skip
     if any(name.startswith("prefill") for name in split_chains):
-        function = named("first_token", functions.first_token, model, config)
+        function = named("first_token", functions.first_token, model, over, config)
         yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
     request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
-    function = named("insert", functions.insert, model, config)
+    function = named("insert", functions.insert, model, over, config)
     yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)
     request = host(functions.FETCH_HEADER + table + table * config.page_size)
-    yield program("fetch", named("fetch", functions.fetch, config), (prefix, state, request), prefix, donates=0)
-    function = named("set_mask", functions.set_mask, model)
+    yield program("fetch", named("fetch", functions.fetch, over, config), (prefix, state, request), prefix, donates=0)
+    function = named("set_mask", functions.set_mask, model, over)
     yield program(
         "set_mask", function, (state, host(functions.MASK_HEADER + mask)), state, donates=0, takes_state=True
     )
-    for batch in config.batch_sizes:
-        one = host(batch)
-        cache = functions.PagedCache(page_table=host(batch, table), pages=one, offsets=one, lengths=one)
-        outputs = (host(batch, result_width()),)
+    for batch in whole_config.batch_sizes:
+        one = per_row(batch)
+        cache = functions.PagedCache(page_table=per_row(batch, table), pages=one, offsets=one, lengths=one)
+        adapters = None if config.adapters is None else one
+        outputs = (per_row(batch, result_width()),)
         yield from chain(
-            f"generate/{batch}", batch, cache, adapter_of(batch), (), state, host(batch, 2), outputs, takes_state=True
+            f"generate/{batch}", batch, cache, adapters, (), state, per_row(batch, 2), outputs, takes_state=True
         )

@@ -22,14 +22,14 @@ from jax.sharding import Mesh
 from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
 from engine.quantization import Quantized
-from engine.sharding import describe
+from engine.sharding import describe, stored_model
 
 Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
 
 
 @struct.dataclass
 class LayerWeights:
-    """One group of ``n`` layers. `None` where the model has no such weight.
+    """One group of ``n`` layers. `None` where the model has no such weight. KV heads are those of `engine.sharding.stored_model`.
 
     In a mixture of experts the feed-forward matrices and their biases have a dimension ``experts`` after ``n``.
     """
@@ -71,6 +71,7 @@ def layer_groups(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:
 
 def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Weights:
     """Shapes, dtypes and shardings of all weights."""
+    model = stored_model(model, config)
 
     def array(*dimensions: tuple[int, str | None], dtype: str = config.dtype) -> jax.ShapeDtypeStruct:
         shape, axes = zip(*dimensions, strict=True)
@@ -89,7 +90,7 @@ def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> We
     queries, per_kv_head = (model.queries_per_kv, None), (model.queries_per_kv + 2, None)
     ffn, two = (model.intermediate_size, "ffn"), (2, None)
     moe = model.moe
-    experts = () if moe is None else ((moe.experts, None),)
+    experts = () if moe is None else ((moe.experts, "experts"),)
     before, after = model.norms in ("pre", "both"), model.norms in ("post", "both")
 
     def group(layers: int) -> LayerWeights:
@@ -112,8 +113,8 @@ def abstract_weights(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> We
             o_bias=array(n, hidden) if model.o_bias else None,
             gate_up_bias=array(n, *experts, two, ffn) if model.mlp_bias else None,
             down_bias=array(n, *experts, hidden) if model.mlp_bias else None,
-            router=None if moe is None else array(n, *experts, hidden),
-            router_bias=array(n, *experts) if moe is not None and moe.bias else None,
+            router=None if moe is None else array(n, (moe.experts, None), hidden),
+            router_bias=array(n, (moe.experts, None)) if moe is not None and moe.bias else None,
             adapters=abstract_adapters(model, config, mesh, layers),
         )
 

@@ -1,4 +1,4 @@
-"""Strict settings for every test (two fake devices, no silent promotion of dtypes or ranks), what tests may compile, and how they
+"""Strict settings for every test (eight fake devices, no silent promotion of dtypes or ranks), what tests may compile, and how they
 are spread over the workers of pytest-xdist.
 
 A test that compiles, or starts a process that does, is marked ``slow``; so are all of ``tests/e2e``. The others are `make
@@ -11,7 +11,7 @@ import re
 
 from tests import xla
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2 {xla.flags(xla.QUICK)}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {xla.flags(xla.QUICK)}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

@@ -34,7 +34,8 @@ Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
 # Parts of ``engine`` that run on the host and shape no program but through the configurations.
 _HOST_ONLY = (
-    "engine/agreement.py", "engine/checkpoints/", "engine/families/", "engine/loader.py", "engine/mock", "engine/peft.py",
+    "engine/agreement.py", "engine/checkpoints/", "engine/families/", "engine/fills.py", "engine/loader.py", "engine/mock",
+    "engine/peft.py",
 )  # fmt: skip
 
 # JAX options that change what is traced or compiled.

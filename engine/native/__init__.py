@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from engine.attention import Scoring
 from engine.quantization import Quantized
@@ -61,7 +60,6 @@ def obstacle(head_dim: int) -> str | None:
 
 
 def decode(
-    mesh: Mesh,
     pools: tuple[Pool, Pool],  # [n, k, pages, page_size, head_dim] each
     layer: jax.Array | int,  # which of the n
     q: jax.Array,  # [b, k, g, head_dim]
@@ -79,36 +77,21 @@ def decode(
 
     The pools are changed in place: XLA copies them first unless nobody needs the old ones.
     """
-    heads = PartitionSpec(None, "tp")
-
-    def call(pools, q, stored, sinks, layer, page_table, lengths, pages, offsets, window):
-        arrays = jax.tree.leaves((stored, pools))
-        fixed = (q, layer, page_table, lengths, pages, offsets, window, sinks)
-        of_pools = arrays[len(arrays) // 2 :]
-        outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in of_pools)]
-        first = len(fixed) + len(arrays) // 2
-        aliases = {first + i: 1 + i for i in range(len(of_pools))}
-        run = jax.ffi.ffi_call("preheat_decode", outputs, input_output_aliases=aliases)
-        out, *new = run(*fixed, *arrays, **_attributes(scoring, q))
-        return jax.tree.unflatten(jax.tree.structure(pools), new), out
-
-    pools, out = _by_heads(mesh, call, 3, (heads, heads))(
-        pools,
-        q.astype(jnp.float32),
-        stored,
+    arrays = jax.tree.leaves((stored, pools))
+    of_pools = arrays[len(arrays) // 2 :]
+    fixed = (
+        q.astype(jnp.float32), jnp.asarray(layer, jnp.int32), page_table, lengths, pages, offsets, _window(window),
         _sinks(sinks, q.shape[1:3]),
-        jnp.asarray(layer, jnp.int32),
-        page_table,
-        lengths,
-        pages,
-        offsets,
-        _window(window),
-    )
-    return pools, out.astype(q.dtype)
+    )  # fmt: skip
+    outputs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (fixed[0], *of_pools)]
+    first = len(fixed) + len(arrays) // 2
+    aliases = {first + i: 1 + i for i in range(len(of_pools))}
+    run = jax.ffi.ffi_call("preheat_decode", outputs, input_output_aliases=aliases)
+    out, *new = run(*fixed, *arrays, **_attributes(scoring, q))
+    return jax.tree.unflatten(jax.tree.structure(pools), new), out.astype(q.dtype)
 
 
 def prefill(
-    mesh: Mesh,
     pools: tuple[Pool, Pool],  # [n, k, capacity, head_dim] each
     layer: jax.Array | int,  # which of the n
     q: jax.Array,  # [t, k, g, head_dim]
@@ -120,22 +103,11 @@ def prefill(
     sinks: jax.Array | None,  # [k, g]
 ) -> jax.Array:  # [t, k, g, head_dim]
     """`engine.attention.attend_prefix`."""
-    heads = PartitionSpec(None, "tp")
-
-    def call(pools, q, sinks, layer, start, length, window):
-        run = jax.ffi.ffi_call("preheat_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))
-        return run(q, layer, start, length, window, sinks, *jax.tree.leaves(pools), **_attributes(scoring, q))
-
-    out = _by_heads(mesh, call, 2, heads)(
-        pools,
-        q.astype(jnp.float32),
-        _sinks(sinks, q.shape[1:3]),
-        jnp.asarray(layer, jnp.int32),
-        start,
-        length,
-        _window(window),
-    )
-    return out.astype(q.dtype)
+    fixed = (
+        q.astype(jnp.float32), jnp.asarray(layer, jnp.int32), start, length, _window(window), _sinks(sinks, q.shape[1:3])
+    )  # fmt: skip
+    run = jax.ffi.ffi_call("preheat_prefill", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    return run(*fixed, *jax.tree.leaves(pools), **_attributes(scoring, q)).astype(q.dtype)
 
 
 def takes(weight: Pool, rows: int) -> bool:
@@ -146,25 +118,9 @@ def takes(weight: Pool, rows: int) -> bool:
 
 
 def linear(weight: Pool, x: jax.Array) -> jax.Array:
-    """x [rows, in] times weight [out, in]: [rows, out], summed up in float32. On CPU only.
-
-    Of a weight that is split over devices XLA makes it whole first: on CPU there are several in tests only.
-    """
+    """x [rows, in] times weight [out, in]: [rows, out], summed up in float32. On CPU only."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("preheat_linear", out)(x.astype(jnp.float32), *jax.tree.leaves(weight)).astype(x.dtype)
-
-
-def _by_heads(mesh: Mesh, call: Any, arrays: int, outputs: Any) -> Any:
-    """``call`` on each device's heads: the second dimension of its first ``arrays`` arguments, the first of the next one."""
-    if mesh.size == 1:
-        return call
-
-    def mapped(*arguments):
-        heads, sinks, whole = PartitionSpec(None, "tp"), PartitionSpec("tp"), PartitionSpec()
-        specs = (*[heads] * arrays, sinks, *[whole] * (len(arguments) - arrays - 1))
-        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=outputs, check_vma=False)(*arguments)
-
-    return mapped
 
 
 def _attributes(scoring: Scoring, q: jax.Array) -> dict[str, np.float32]:

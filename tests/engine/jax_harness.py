@@ -28,14 +28,22 @@ def make_engine(
     path: pathlib.Path, *, optimized: bool = False, adapters: Sequence[pathlib.Path] = (), **layout
 ) -> JaxEngine:
     """An engine that compiles on first use, as `tests.xla` says; with ``optimized`` as a server does."""
-    checkpoint = open_checkpoint(path)
-    model = read_model(checkpoint)
+    engine = describe_engine(path, optimized=optimized, adapters=adapters, **layout)
+    opened = [open_adapter(folder.name, folder, engine.model) for folder in adapters]
+    engine.set_weights(load_weights(open_checkpoint(path), engine.model, engine.abstract_weights, opened))
+    engine.allocate()
+    return engine
+
+
+def describe_engine(
+    path: pathlib.Path, *, optimized: bool = False, adapters: Sequence[pathlib.Path] = (), **layout
+) -> JaxEngine:
+    """The same without weights and buffers."""
+    model = read_model(open_checkpoint(path))
     opened = [open_adapter(folder.name, folder, model) for folder in adapters]
     config = dataclasses.replace(LAYOUT, adapters=adapter_layout(opened), **layout)
-    engine = JaxEngine(model, config, jax.devices()[: config.tp])
+    engine = JaxEngine(model, config, jax.devices()[: config.devices])
     engine.install({program.name: (_Optimized(program) if optimized else program.function) for program in engine.programs()})
-    engine.set_weights(load_weights(checkpoint, model, engine.abstract_weights, opened))
-    engine.allocate()
     return engine
 
 

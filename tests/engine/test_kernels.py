@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
 from jax_harness import Runner, make_engine
 
 from engine import jax_engine, kernels
@@ -39,10 +38,6 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
-def mesh(devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), ("tp",))
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
     """Kernels for accelerators run here, on one device: on two, the TPU's interpreter may wait for ever. They promote ranks and
@@ -65,7 +60,7 @@ def test_decode_kernels(platform, interpreted):
     k_pages, v_pages = normal(0, 2, heads, 8, PAGE, HEAD_DIM), normal(1, 2, heads, 8, PAGE, HEAD_DIM)
     q = normal(2, 3, heads, group, HEAD_DIM)
     scoring = Scoring(scale=0.1, softcap=2.0)
-    attend = Attention(mesh(1), decode=Choice(kernel)).pages
+    attend = Attention(True, decode=Choice(kernel)).pages
     run = jax.jit(functools.partial(attend, scoring=scoring, window=None, sinks=None))
     with interpreted[platform]:
         out = np.asarray(run(q, k_pages, v_pages, np.int32(layer), table, lengths), np.float64)
@@ -84,7 +79,7 @@ def test_the_gpu_kernel_lowers():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     pool, integers = of(2, 8, 64, PAGE, HEAD_DIM), functools.partial(of, dtype=jnp.int32)
-    attend = Attention(mesh(1), decode=Choice(kernels._gpu_pages)).pages
+    attend = Attention(True, decode=Choice(kernels._gpu_pages)).pages
     run = jax.jit(functools.partial(attend, scoring=Scoring(scale=0.1), window=None, sinks=None))
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         traced = run.trace(of(4, 8, 4, HEAD_DIM), pool, pool, integers(), integers(4, 16), integers(4))
@@ -107,7 +102,7 @@ def test_prefill_kernel(start, tokens, window, softcap, sinks, interpreted):
     q = normal(2, tokens, heads, group, HEAD_DIM)
     sink = normal(3, heads, group) if sinks else None
     positions = np.arange(start, start + tokens, dtype=np.int32)
-    attend = Attention(mesh(1), prefill=Choice(kernels._tpu_prefix)).prefix
+    attend = Attention(True, prefill=Choice(kernels._tpu_prefix)).prefix
     run = jax.jit(functools.partial(attend, scoring=Scoring(scale=0.1, softcap=softcap), window=window, sinks=sink))
     with interpreted["tpu"]:
         out = np.asarray(run(q, keys, values, np.int32(layer), positions, np.int32(start + tokens)), np.float64)
@@ -128,7 +123,7 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
 
     The second-best tokens of this prompt are 0.17 behind, which bfloat16's rounding does not close.
     """
-    as_on_tpu = lambda model, config, mesh, platform: choose_attention(model, config, mesh, "tpu")  # noqa: E731
+    as_on_tpu = lambda model, config, platform: choose_attention(model, config, "tpu")  # noqa: E731
     monkeypatch.setattr(jax_engine, "choose_attention", as_on_tpu)
     layout = {"slots": 2, "batch_sizes": (2,), "prefill_buckets": (16,), "page_size": 16, "kv_pages": 33}
     accelerator = {"layers": "scanned", "attention": "pallas", "lanes": 128, "dtype": "bfloat16"}
@@ -144,12 +139,12 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
 
 
 def test_xla_over_the_list_of_pages():
-    """Scanned layers, where no kernel fits: windows and sinks, heads on two devices."""
+    """Scanned layers, where no kernel fits: windows and sinks."""
     layer, heads, group, window = 1, 2, 2, 20
     lengths, table = np.array([70, 33] * 8, np.int32), np.array([[5, 2, 7, 0], [3, 6, 0, 0]] * 8, np.int32)
     k_pages, v_pages = normal(0, 2, heads, 8, PAGE, HEAD_DIM), normal(1, 2, heads, 8, PAGE, HEAD_DIM)
     q, sinks = normal(2, len(lengths), heads, group, HEAD_DIM), normal(3, heads, group)
-    run = jax.jit(functools.partial(Attention(mesh(2)).pages, scoring=Scoring(scale=0.1), sinks=sinks))
+    run = jax.jit(functools.partial(Attention(True).pages, scoring=Scoring(scale=0.1), sinks=sinks))
     out = np.asarray(run(q, k_pages, v_pages, np.int32(layer), table, lengths, window=np.int32(window)), np.float64)
     for row, length in enumerate(lengths):
         for head in range(heads):
@@ -170,7 +165,7 @@ LAYOUT = EngineConfig(
 
 def explained(platform="tpu", model=(), **layout) -> str:
     config = dataclasses.replace(LAYOUT, lanes=vector_lanes(platform), **layout)
-    return choose_attention(dataclasses.replace(MODEL, **dict(model)), config, mesh(1), platform).explain()
+    return choose_attention(dataclasses.replace(MODEL, **dict(model)), config, platform).explain()
 
 
 def test_who_attends():

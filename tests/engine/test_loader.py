@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.checkpoints import CheckpointError, open_checkpoint
-from engine.loader import BLOCK, Read
+from engine.fills import BLOCK, Read
 from server.models import DEFAULT_MODEL, resolve_model
 from tests.engine.loader_harness import TINY, changed, load, log_probs
 from tests.golden import known
@@ -145,7 +145,7 @@ def test_what_was_copied_of_a_mapped_file_is_unmapped(tmp_path):
         most = max(most, mapped_bytes(tmp_path / "model.safetensors"))
         checkpoint.release("a")
 
-    Read(lambda: mapped, release).copy(out)
+    Read(lambda: mapped, release).copy(out, mapped)
     assert np.array_equal(out, values) and np.array_equal(mapped[-1], values[-1])
     assert BLOCK <= most < 2 * BLOCK  # a block, and what the kernel maps ahead
     checkpoint.release("a")

@@ -8,6 +8,7 @@ import pytest
 from engine import native
 from engine.config import ModelConfig, MoeConfig
 from engine.moe import mixture
+from engine.sharding import Ways
 from engine.weights import LayerWeights
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def test_each_token(rows, per_token, normalize):
     rng = np.random.default_rng(rows)
     model, weights = model_of(per_token, normalize), weights_of(rng)
     x = rng.normal(size=(rows, HIDDEN)).astype(np.float32)
-    out = jax.jit(lambda weights, x: mixture(model, weights, 1, x))(weights, x)
+    out = jax.jit(lambda weights, x: mixture(model, Ways(), weights, 1, x))(weights, x)
     np.testing.assert_allclose(out, [plain(model, weights, row.astype(np.float64)) for row in x], atol=2e-4, rtol=1e-4)
 
 
@@ -69,7 +70,7 @@ def test_all_tokens_to_one_expert():
     model, weights = model_of(1), weights_of(rng)
     weights = weights.replace(router_bias=np.eye(EXPERTS, dtype=np.float32)[3] * 1000)
     x = rng.normal(size=(64, HIDDEN)).astype(np.float32)
-    out = jax.jit(lambda weights, x: mixture(model, weights, 1, x))(weights, x)
+    out = jax.jit(lambda weights, x: mixture(model, Ways(), weights, 1, x))(weights, x)
     np.testing.assert_allclose(out, [plain(model, weights, row.astype(np.float64)) for row in x], atol=2e-4, rtol=1e-4)
 
 
@@ -78,7 +79,7 @@ def test_experts_that_no_token_chose_are_not_computed(monkeypatch):
     monkeypatch.setattr(native, "takes", lambda weight, rows: False)  # its calls are no products to read
     model, x = model_of(2), jax.ShapeDtypeStruct((16, HIDDEN), jnp.float32)
     weights = weights_of(np.random.default_rng(0))
-    text = jax.jit(lambda weights, x: mixture(model, weights, 0, x)).trace(weights, x).lower().as_text()
+    text = jax.jit(lambda weights, x: mixture(model, Ways(), weights, 0, x)).trace(weights, x).lower().as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     shapes = {line.rsplit("-> ", 1)[1].strip() for line in products}
     assert shapes == {f"tensor<{EXPERTS}x16xf32>", f"tensor<{2 * FFN}x4xf32>", f"tensor<{HIDDEN}x4xf32>"}

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from engine import native
 from engine.attention import Scoring
@@ -30,10 +29,6 @@ def lanes(request):
     library.preheat_limit_lanes(LANES[request.param])
     yield
     library.preheat_limit_lanes(max(LANES.values()))
-
-
-def mesh(devices: int = 1) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), ("tp",))
 
 
 def plain(q, keys, values, *, scale, softcap=None, sinks=None):
@@ -69,10 +64,10 @@ class Paged:
             return quantize(jnp.asarray(array, jnp.float32))
         return jnp.asarray(array.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float32))
 
-    def run(self, layer, *, devices=1, window=None, scoring=Scoring(), sinks=None):
+    def run(self, layer, *, window=None, scoring=Scoring(), sinks=None):
         def attend(pools, layer, *rest):
             options = {"scoring": scoring, "window": window, "sinks": sinks}
-            return native.decode(mesh(devices), pools, layer, *rest, **options)
+            return native.decode(pools, layer, *rest, **options)
 
         copied = jax.tree.map(lambda pool: pool + 0, self.pools)
         arguments = (np.int32(layer), self.q, self.new, self.table, self.pages, self.offsets.astype(np.int32), self.lengths)
@@ -139,17 +134,10 @@ def test_scores_of_any_size():
 
 
 @needs_library
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_decode_on_two_devices(kind):
-    paged = Paged([70, 0, 300], kind=kind)
-    paged.check(0, *paged.run(0, devices=2))
-
-
-@needs_library
 def test_decode_changes_pools_in_place():
     paged = Paged([70, 600])
     attend = jax.jit(
-        lambda pools, *rest: native.decode(mesh(), pools, 0, *rest, scoring=Scoring(), window=None, sinks=None),
+        lambda pools, *rest: native.decode(pools, 0, *rest, scoring=Scoring(), window=None, sinks=None),
         donate_argnums=0,
     )
     arguments = (paged.pools, paged.q, paged.new, paged.table, paged.pages, paged.offsets.astype(np.int32), paged.lengths)
@@ -159,9 +147,9 @@ def test_decode_changes_pools_in_place():
     assert memory.temp_size_in_bytes < pools / 100
 
 
-def prefill(q, pools, layer, start, length, *, devices=1, window=None, scoring=Scoring(), sinks=None):
+def prefill(q, pools, layer, start, length, *, window=None, scoring=Scoring(), sinks=None):
     def attend(pools, *rest):
-        return native.prefill(mesh(devices), pools, *rest, scoring=scoring, window=window, sinks=sinks)
+        return native.prefill(pools, *rest, scoring=scoring, window=window, sinks=sinks)
 
     return np.asarray(jax.jit(attend)(pools, np.int32(layer), q, np.int32(start), np.int32(length)))
 
@@ -215,13 +203,12 @@ def test_prefill_of_other_types(kind, lanes):
 @needs_library
 @pytest.mark.parametrize("window", [1, 7, 64, 65, 300])
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_prefill_with_windows_soft_caps_scales_and_sinks(window, traced, devices):
+def test_prefill_with_windows_soft_caps_scales_and_sinks(window, traced):
     q, pools = prefix(512, 200)
     sinks = np.random.default_rng(5).normal(size=(2, 2)).astype(np.float32)
     options = {"window": window, "scoring": Scoring(scale=0.7, softcap=1.5), "sinks": sinks}
     traced_options = options | {"window": jnp.int32(window) if traced else window}
-    out = prefill(q, pools, 0, 250, 450, devices=devices, **traced_options)
+    out = prefill(q, pools, 0, 250, 450, **traced_options)
     check_prefill(out, q, pools, 0, 250, 200, **options)
 
 
@@ -284,20 +271,20 @@ CONFIG = EngineConfig(slots=1, max_len=64, kv_pages=3, prefill_buckets=(16,), ba
 @needs_library
 def test_who_attends():
     assert attention_choice("auto", "cpu") == "native"
-    assert choose_attention(model(), CONFIG, mesh(), "cpu").explain() == "attention in decode: native; in prefill: native"
-    odd = choose_attention(model(head_dim=24), CONFIG, mesh(), "cpu")
-    assert odd.native is None
+    assert choose_attention(model(), CONFIG, "cpu").explain() == "attention in decode: native; in prefill: native"
+    odd = choose_attention(model(head_dim=24), CONFIG, "cpu")
+    assert not odd.native
     assert "XLA, because head_dim = 24 is no multiple of 16" in odd.explain()
     with pytest.raises(ConfigError, match="--attention native is for CPUs"):
-        choose_attention(model(), CONFIG, mesh(), "tpu")
+        choose_attention(model(), CONFIG, "tpu")
 
 
 def test_without_a_library(monkeypatch):
     """Attention falls back to XLA and says why."""
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "load", native.load.__wrapped__)
-    attention = choose_attention(model(), CONFIG, mesh(), "cpu")
-    assert attention.native is None
+    attention = choose_attention(model(), CONFIG, "cpu")
+    assert not attention.native
     assert "XLA, because the native library was not built" in attention.explain()
 
 
@@ -306,4 +293,4 @@ def test_a_library_that_does_not_load(monkeypatch, tmp_path):
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(native, "library", lambda: ctypes.CDLL(str(broken)))
     monkeypatch.setattr(native, "load", native.load.__wrapped__)
-    assert "does not load" in choose_attention(model(), CONFIG, mesh(), "cpu").explain()
+    assert "does not load" in choose_attention(model(), CONFIG, "cpu").explain()
