@@ -31,6 +31,7 @@ import jax
 
 from engine.config import EngineConfig, ModelConfig
 from engine.programs import Program, tree_bytes
+from engine.sharding import device_model
 from warmup.errors import DoesNotFit, WarmupError
 from warmup.report import ProgramMemory, format_table
 
@@ -135,7 +136,7 @@ class MemoryPlan:
     def _parts(self) -> list[tuple[str, int]]:
         return [
             ("weights", self.weights),
-            (f"decode state with {self.kv_pages} KV pages", self.state),
+            (f"decode state with {self.kv_pages} KV pages" + (" in each group" if self.config.groups > 1 else ""), self.state),
             (f"{self.config.prefixes} prefixes", self.prefixes),
             ("temporaries" + ("" if self.measured else " (estimated)"), self.temporaries),
             ("code" + ("" if self.measured else " (estimated)"), self.code),
@@ -207,7 +208,7 @@ def resolve_kv_pages(
     Raises:
       DoesNotFit: not even one sequence of ``max_len`` fits; with both numbers and the remedy.
     """
-    most = config.slots * config.pages_per_slot + 1
+    most = config.group_slots * config.pages_per_slot + 1
     least = config.pages_per_slot + 1
     if type(stored) is int and least <= stored <= most:
         if measure(make(dataclasses.replace(config, kv_pages=stored)), budget, memory).fits:
@@ -238,7 +239,8 @@ def _advice(make: Factory, config: EngineConfig, budget: int) -> str:
     def fits(changed: EngineConfig) -> bool:
         return _pages_that_fit(make, changed, budget, None) >= changed.pages_per_slot + 1
 
-    slots = _largest(1, config.slots - 1, lambda slots: fits(with_slots(config, slots)))
+    groups = config.groups
+    slots = groups * (_largest(1, config.group_slots - 1, lambda slots: fits(with_slots(config, slots * groups))) or 0)
     length = _largest(config.page_size, config.max_len - 1, lambda length: fits(with_max_len(config, length)))
     found = [f"--slots {slots}"] if slots else []
     if length:
@@ -296,7 +298,8 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     Activations of one layer (attention's scores over a block of positions, gathered keys and values, the feed-forward
     width), and the logits with what sampling makes of them. XLA reuses the memory of one layer for the next.
     """
-    model, config = engine.model, engine.config
+    config = engine.config
+    model, groups = device_model(engine.model, config), config.groups
     kind, size = [*program.name.split("/"), ""][:2]
     known = ProgramMemory(
         argument=tree_bytes(program.arguments),
@@ -305,15 +308,15 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     )
     if not size.isdigit():
         return known
-    tokens = int(size)
-    heads = model.num_heads // config.tp
-    kv = model.num_kv_heads // config.tp * model.head_dim
+    tokens = -(-int(size) // groups)  # of one group, and those that it runs for others' experts
+    exchanged = tokens * config.ep
+    heads, kv = model.num_heads, model.num_kv_heads * model.head_dim
     block = min(_ATTENTION_BLOCK, config.prefix_capacity)
     sequences = tokens if kind == "generate" else 1
     floats = (
-        tokens * (6 * model.hidden_size + 3 * model.intermediate_size // config.tp + 3 * heads * model.head_dim)
+        tokens * (6 * model.hidden_size + 3 * model.intermediate_size + 3 * heads * model.head_dim)
         + 2 * tokens * heads * block
-        + (3 * tokens * model.moe.per_token * model.hidden_size if model.moe else 0)  # each token once for each expert
+        + (3 * exchanged * model.moe.per_token * model.hidden_size if model.moe else 0)  # each token once for each expert
         + 4 * sequences * kv * block
         + (8 * tokens if kind == "generate" else 8 + 2 * min(tokens, _SCORED_ROWS)) * model.vocab_size
     )
