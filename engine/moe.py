@@ -7,8 +7,8 @@ jax 0.10 and 0.12 on CPU, and by compiling for v5e: as many times the operations
 
 Where experts are split over devices (``--ep``), every device gets the tokens of all of them, runs those that chose an expert of its own,
 and gets back the sums of its own tokens. That moves each token to all devices and not only to those of its experts, but
-``per_token`` is rarely smaller than the number of devices (Qwen3-MoE: 8 of 128), and then it is no more than an exchange
-of exactly what is needed would move, whose sizes are not known when the program is compiled."""
+``per_token`` is rarely much smaller than the number of devices (Qwen3-MoE: 8 of 128), and the sizes of an exchange of
+exactly what is needed are not known when the program is compiled."""
 
 from __future__ import annotations
 
