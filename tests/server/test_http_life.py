@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -98,12 +99,10 @@ def test_a_client_that_leaves_cancels(doors_for_cancel, path, stream):
     before = outcome(doors, "cancelled")
     calls = 2 if path == "/v1/completions" else 1  # one for each prompt
     gate = doors.engine.gate("generate")
-    body = {
-        "prompt": ["a", "b"] if path == "/v1/completions" else "a",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 20,
-        "stream": stream,
-    }
+    asked: dict[str, Any] = {"prompt": ["a", "b"] if path == "/v1/completions" else "a"}
+    if path == "/v1/chat/completions":
+        asked = {"messages": [{"role": "user", "content": "a"}]}
+    body = asked | {"max_tokens": 20, "stream": stream}
     with httpx.Client(base_url=doors.http, timeout=TIMEOUT) as http:
         if stream:
             with http.stream("POST", path, json=body) as answer:
