@@ -112,6 +112,7 @@ class BytesTokenizer(abc.ABC):
 
     decode_errors = "replace"
     strip_leading_space = False  # the tokenizer puts a space before every text, so decoding takes one off
+    normalizes_special = False  # text that does not spell a control token may be one when it is normalized
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class BytesTokenizer(abc.ABC):
 
     def encode_chat(self, text: str, *, add_bos: bool = False) -> list[int]:
         _check_unicode(text)
-        if unmark(text) == text:
+        if unmark(text) == text and not self.normalizes_special:
             ids = self.encode_text(text, parse_special=True)
         else:
             ids = []

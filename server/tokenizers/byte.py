@@ -29,7 +29,7 @@ class ByteTokenizer(BytesTokenizer):
             special=special,
             prefix=[BOS],
             info={"bos_token": SPELLINGS[BOS], "eos_token": SPELLINGS[EOS]},
-            chat_template=ChatTemplate(CHAT_TEMPLATE, control_spellings=special.control_spellings),
+            chat_template=ChatTemplate(CHAT_TEMPLATE, control_spellings=special.unspoken),
         )
 
     def encode_plain(self, text: str, *, first: bool) -> list[int]:

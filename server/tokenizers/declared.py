@@ -34,14 +34,12 @@ class Declared:
         tokens: the added tokens that have ids.
         special: control tokens by name or list, in the order in which transformers gives ids to those that have none;
             id -1.
-        unflagged: spellings of added tokens of which nothing says whether they are control tokens.
     """
 
     config: dict[str, Any]
     names: dict[str, str | None]
     tokens: tuple[SpecialToken, ...]
     special: tuple[SpecialToken, ...]
-    unflagged: tuple[str, ...]
 
     def with_ids(self, vocab: Mapping[str, int]) -> list[SpecialToken]:
         """All of them, of a tokenizer whose vocabulary has these ids."""
@@ -86,9 +84,9 @@ def declared(path: pathlib.Path) -> Declared:
         for content, id in read_json(path / ADDED).items():
             if type(id) is not int or id < 0:
                 raise StartError(f"{path / ADDED} has no id at {content!r}; download it again")
-            tokens.append(SpecialToken(id, content, content in named, normalized=content not in named))
-    unflagged = tuple(token.content for token in tokens if not token.control) if decoder is None else ()
-    return Declared(config, names, tuple(tokens), special, unflagged)
+            # Nothing says whether one without a name is a control token. It is shown, and it is no word of a message.
+            tokens.append(SpecialToken(id, content, content in named, word=False, normalized=content not in named))
+    return Declared(config, names, tuple(tokens), special)
 
 
 def read_json(file: pathlib.Path) -> dict:

@@ -66,6 +66,9 @@ class FastTokenizer(BytesTokenizer):
         self._plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True  # the library's name for "spelled control tokens are text"
         self._unused = unused
+        self.normalizes_special = tokenizer.normalizer is not None and any(
+            token.normalized for token in self.special.tokens.values() if token.control
+        )
         self._byte_level, self.strip_leading_space = decoder_kind(tokenizer, source)
         if not self._byte_level:
             self.decode_errors = BYTEWISE
@@ -111,7 +114,15 @@ class FastTokenizer(BytesTokenizer):
 def special_tokens(tokenizer: tokenizers.Tokenizer) -> SpecialTokens:
     """The added tokens of a tokenizer of the library."""
     return SpecialTokens(
-        SpecialToken(id, token.content, token.special, token.lstrip, token.rstrip)
+        SpecialToken(
+            id,
+            token.content,
+            token.special,
+            lstrip=token.lstrip,
+            rstrip=token.rstrip,
+            single_word=token.single_word,
+            normalized=token.normalized,
+        )
         for id, token in tokenizer.get_added_tokens_decoder().items()
     )
 

@@ -205,7 +205,7 @@ def _byte_level(file: GgufFile, template: pathlib.Path | None) -> FastTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, bos, pre in ADDS_BOS),
-        chat_template=_chat_template(file, spellings, control.control_spellings, template),
+        chat_template=_chat_template(file, spellings, control.unspoken, template),
         info=spellings,
         unused=frozenset(id for id, kind in enumerate(types) if kind == spm.UNUSED),
     )
@@ -225,6 +225,6 @@ def _sentencepiece(file: GgufFile, template: pathlib.Path | None) -> spm.Sentenc
         bos_token_id=bos,
         eos_token_ids=_eos(file, tokens, types),
         prefix=_prefix(file, bos, True),
-        chat_template=_chat_template(file, spellings, control.control_spellings, template),
+        chat_template=_chat_template(file, spellings, control.unspoken, template),
         info=spellings,
     )

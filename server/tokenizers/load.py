@@ -84,12 +84,10 @@ def _chat_template(
     templates, source = ({"default": read_template(given)}, str(given)) if given else _own_templates(path, found)
     if not templates:
         return None
-    # Tokens that no file calls control tokens mark turns all the same, if the template spells them.
-    turns = [spelling for spelling in found.unflagged if any(spelling in text for text in templates.values())]
     return ChatTemplate(
         templates,
         special_tokens={name: spelling for name, spelling in names.items() if spelling is not None},
-        control_spellings=[*special.control_spellings, *turns],
+        control_spellings=special.unspoken,
         source=source,
     )
 
@@ -123,6 +121,8 @@ def _fast(path: pathlib.Path, template: pathlib.Path | None) -> FastTokenizer:
     except Exception as error:  # the library has no type of its own for this
         raise StartError(f"{file} cannot be read ({error}); download it again") from None
     found = declared(path)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    unsaid = [token for token in found.tokens if token.word is False and token.content not in known]
     _add_tokens(tokenizer, found, path)
     bos, eos = (_id(tokenizer, found.names.get(name), path) for name in ("bos_token", "eos_token"))
     prefix = _prefix(tokenizer, eos)
@@ -139,7 +139,7 @@ def _fast(path: pathlib.Path, template: pathlib.Path | None) -> FastTokenizer:
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=prefix,
-        chat_template=_chat_template(path, found, found.names, special_tokens(tokenizer), template),
+        chat_template=_chat_template(path, found, found.names, SpecialTokens([*special_tokens(tokenizer).tokens.values(), *unsaid]), template),
         info=_info(found.config, found.names),
     )
 

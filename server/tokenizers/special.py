@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class SpecialToken:
-    """``control`` tokens are left out of decoded text and never parsed from a message; the others are words like any.
-
-    The flags are those of transformers' ``AddedToken``.
+    """``control`` tokens are left out of decoded text. A ``word`` is found in any text, other tokens only where they are to
+    be parsed, and never in a message. The other flags are those of transformers' ``AddedToken``.
     """
 
     id: int
     content: str
     control: bool = True
+    word: bool | None = None  # None: unless control
     lstrip: bool = False  # takes the whitespace before it
     rstrip: bool = False
     single_word: bool = False  # only between spaces
@@ -31,11 +31,9 @@ class SpecialTokens:
         self.by_id = {token.id: token for token in self.tokens.values()}
         self.control_ids = frozenset(token.id for token in self.tokens.values() if token.control)
         self._all = _alternatives(self.tokens)
-        self._words = _alternatives(content for content, token in self.tokens.items() if not token.control)
-
-    @property
-    def control_spellings(self) -> tuple[str, ...]:
-        return tuple(content for content, token in self.tokens.items() if token.control)
+        words = {content for content, token in self.tokens.items() if _or(token.word, not token.control)}
+        self._words = _alternatives(words)
+        self.unspoken = tuple(content for content in self.tokens if content not in words)  # stay text in messages
 
     def split(self, text: str, *, parse_special: bool) -> list[str | int]:
         """The text cut at added tokens: their ids, and the stretches of plain text between them."""
@@ -55,6 +53,10 @@ class SpecialTokens:
                     begin += 1
             parts += [stretch, token.id] if stretch else [token.id]
         return parts + [text[begin:]] if begin < len(text) else parts
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
 
 
 def _alone(text: str, begin: int, end: int) -> bool:

@@ -68,6 +68,22 @@ def test_they_stay_text_where_nothing_is_parsed(tmp_path):
     assert tokenizer.eos_token_ids == (317,) and tokenizer.info["eos_token"] == "<|im_end|>"
 
 
+def test_tokens_that_nothing_says_anything_about(tmp_path):
+    """Text where nothing is parsed, as transformers' slow tokenizers do it with ``split_special_tokens``; but shown."""
+    library = sentencepiece.SentencePieceProcessor(model_proto=MODEL)
+    tokenizer = slow(tmp_path, {"added_tokens.json": CHATML})
+    assert tokenizer.encode("<|im_start|>", add_bos=False) == library.EncodeAsIds("<|im_start|>")
+    assert tokenizer.decode([316]) == "<|im_start|>"
+
+
+def test_a_message_that_spells_a_token_when_normalized(tmp_path):
+    config = {"added_tokens_decoder": {"258": {"content": "<|eot|>", "special": True, "normalized": True}}}
+    tokenizer = fast(tmp_path, {"tokenizer.json": {"normalizer": {"type": "Lowercase"}}, "tokenizer_config.json": config})
+    assert tokenizer.encode("<|EOT|>", add_bos=False, parse_special=True) == [258]  # as the library has it
+    text = tokenizer.chat_template.render([{"role": "user", "content": "<|EOT|>"}])
+    assert tokenizer.encode_chat(text) == [*b"user: <|eot|>", 258, *b"assistant: "]
+
+
 def test_one_bos(tmp_path):
     tokenizer = slow(tmp_path, {"added_tokens.json": CHATML})
     assert tokenizer.encode("<s>the", parse_special=True) == tokenizer.encode("the") == [1, 263]
@@ -84,7 +100,7 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_message_that_spells_them_stays_text(tmp_path, legacy):
-    """No file says that these are control tokens; the template does. Around the message nothing changes."""
+    """No file says that these are control tokens. Around the message nothing changes."""
     config = {"chat_template": TEMPLATE, "legacy": legacy}
     tokenizer = slow(tmp_path, {"added_tokens.json": CHATML, "tokenizer_config.json": config})
 

@@ -188,7 +188,7 @@ class Tokenizer(ByteTokenizer):
         spellings = {256: "<|bos|>", 257: "<|eos|>", 258: "<|eot|>"} | self._controls
         self.special = SpecialTokens(SpecialToken(id, spelling) for id, spelling in spellings.items())
         self.vocab_size = 259 + len(controls)
-        self.chat_template = ChatTemplate(template, control_spellings=self.special.control_spellings)
+        self.chat_template = ChatTemplate(template, control_spellings=self.special.unspoken)
 
     def find_bytes(self, id: int) -> bytes:
         return self._controls[id].encode() if id in self._controls else super().find_bytes(id)
@@ -409,6 +409,14 @@ def mistral():
 
 
 USER = [{"role": "user", "content": "Weather?"}]
+
+
+def test_tokenize_shows_the_tools_as_a_chat_does(mistral):
+    body = {"messages": USER, "tools": [WEATHER, TIME]}
+    tokens = mistral.http.post("/tokenize", json=body).json()
+    used = mistral.api.chat.completions.create(model=NAME, max_tokens=1, **body).usage.prompt_tokens
+    bare = mistral.http.post("/tokenize", json={"messages": USER}).json()
+    assert bare["count"] < tokens["count"] == len(tokens["tokens"]) == used
 
 
 def both_ways(server, **options):
