@@ -24,12 +24,14 @@ import numpy as np
 
 from server import gbnf, json_schemas
 from server.errors import InvalidRequest
+from server.tool_forms.base import CALLS
 
 if TYPE_CHECKING:
     import llguidance
 
 MAX_LENGTH = 65_536  # characters of a schema, expression or grammar: llguidance's time grows with its square
 CACHED = 64  # compiled grammars that are kept
+MAX_DIGITS = 20  # in a row, in JSON; what follows says nothing to a float of 64 bits nor fits into an integer of as many
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
 
 _PLACE = re.compile(r"^(?:at )?([0-9]+)\([0-9]+\): ")  # line and column, as llguidance's errors begin
@@ -56,6 +58,7 @@ class Matcher:
         self._guide = guide
         self._native = native
         self._ignore_eos = ignore_eos
+        self._digits = 0  # with which the text ends, as far as it was written
         self.finished = False  # the text is complete and nothing can follow
 
     def mask(self) -> np.ndarray:
@@ -67,6 +70,8 @@ class Matcher:
         mask = self._guide.fit(self._native.compute_bitmask())
         if self._native.is_error():
             raise self._failed(self._native.get_error())
+        if self._guide.numbers is not None and self._digits >= MAX_DIGITS:
+            mask = self._guide.numbers.ended(mask)
         if self._ignore_eos and (others := self._guide.without_eos(mask)).any():
             mask = others
         if not mask.any():
@@ -82,10 +87,43 @@ class Matcher:
         if not self._native.consume_token(token):
             raise self._failed("no token was left that the grammar allows and min_tokens does not hold back")
         self.finished = self._native.is_stopped()
+        if self._guide.numbers is not None:
+            self._digits = self._guide.numbers.count(self._digits, token)
 
     def _failed(self, reason: str) -> InvalidRequest:
         param = self._guide.param
         return InvalidRequest(f"{param} cannot be followed any further: {_short(reason)}", param=param)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Ends numbers in JSON, whose digits would go on for ever with a small model that has begun to repeat itself.
+
+    ``digits`` are the tokens that begin with a digit, ``text`` those of which one may come within a string: a mask that
+    has digits and none of these is within a number.
+    """
+
+    digits: np.ndarray
+    text: np.ndarray
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, ids: int, vocab_size: int) -> Numbers:
+        begin = [tokenizer.token_bytes(id)[:1] for id in range(ids)]
+        digits = np.array([character.isdigit() for character in begin], bool)
+        text = np.array([tokenizer.token_bytes(id) in (b'"', b"a") for id in range(ids)], bool)
+        return cls(_mask(digits, ids, vocab_size), _mask(text, ids, vocab_size), tokenizer)
+
+    def ended(self, mask: np.ndarray) -> np.ndarray:
+        """The mask without digits, if it is a number's and that may end here."""
+        others = mask & ~self.digits
+        return others if others.any() and not (mask & self.text).any() else mask
+
+    def count(self, before: int, token: int) -> int:
+        """The digits at the end of a text that had so many before this token."""
+        data = self.tokenizer.token_bytes(token)
+        last = len(data) - len(data.rstrip(b"0123456789"))
+        return before + last if last == len(data) else last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +135,7 @@ class Guide:
     _ids: int  # those below it may be allowed
     _vocab_size: int
     _eos: np.ndarray  # a mask
+    numbers: Numbers | None = None  # where the text is JSON
 
     def matcher(self, *, ignore_eos: bool = False) -> Matcher:
         """For one sample. With ``ignore_eos`` EOS is allowed only where nothing else is."""
@@ -125,6 +164,7 @@ class Guides:
         self._eos = known or [tokenizer.vocab_size]  # llguidance needs one; an id that is nobody's is never allowed
         self._vocab_size = vocab_size
         self._native: llguidance.LLTokenizer | None = None
+        self._numbers: Numbers | None = None
         self._lock = threading.Lock()
         self._compiled: collections.OrderedDict[tuple[str, Constraint], Guide] = collections.OrderedDict()
 
@@ -173,8 +213,9 @@ class Guides:
         ids = min(self._tokenizer.vocab_size, self._vocab_size)
         eos = np.zeros(ids, bool)
         eos[[token for token in self._eos if token < ids]] = True
-        eos_mask = fit(np.packbits(eos, bitorder="little").tobytes(), ids, self._vocab_size)
-        guide = Guide(param, native, ids, self._vocab_size, eos_mask)
+        eos_mask = _mask(eos, ids, self._vocab_size)
+        is_json = param == "guided_json" or isinstance(value, str) and value.startswith(CALLS)
+        guide = Guide(param, native, ids, self._vocab_size, eos_mask, self._numbers if is_json else None)
         first = native.deep_copy()
         mask = fit(first.compute_bitmask(), ids, self._vocab_size)
         if not np.any(mask & ~eos_mask) and not first.is_accepting():
@@ -211,6 +252,8 @@ class Guides:
 
             vocabulary: Any = _Vocabulary(self._tokenizer, self._eos)
             self._native = llguidance.LLTokenizer(vocabulary, eos_token=self._eos)
+            ids = min(self._tokenizer.vocab_size, self._vocab_size)
+            self._numbers = Numbers.of(self._tokenizer, ids, self._vocab_size)
         return self._native
 
 
@@ -244,6 +287,11 @@ def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
     if rest:
         mask[whole] = known[whole] & (1 << rest) - 1
     return mask.view(np.uint32)
+
+
+def _mask(allowed: np.ndarray, ids: int, vocab_size: int) -> np.ndarray:
+    """Of a bool for each of the first ``ids`` tokens."""
+    return fit(np.packbits(allowed, bitorder="little").tobytes(), ids, vocab_size)
 
 
 def _refused(param: str, reason: str) -> InvalidRequest:

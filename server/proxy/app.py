@@ -38,6 +38,7 @@ from server.proxy.shapes import ChatShape, Choice, CompletionShape, GenerateShap
 from server.proxy.tokenization import detokenize_answer, detokenize_requests, tokenize_answer, tokenize_request
 from server.proxy.upstreams import RETRY_UNREACHABLE, Generation, Metadata, Upstreams
 from server.tool_forms import FORMS
+from server.tool_forms.base import CALLS
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 PAGE = Path(__file__).with_name("page.html")
@@ -350,13 +351,13 @@ def _guided_by_tools(parsed: RequestFields, calls: str) -> RequestFields:
     """``calls`` is what the model may write; empty: anything. Beside it, an answer in the format that is asked for."""
     if not calls:
         return dataclasses.replace(parsed, show_tool_markers=True)
-    grammar = f"start: tool_calls\n{calls}"
+    grammar = f"{CALLS}\n{calls}"
     if parsed.guided_json is not None:
         try:
             answer = json_schemas.guiding(json.loads(parsed.guided_json))
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"response_format cannot be compiled: {error}", param="response_format") from None
-        grammar = f"start: tool_calls | answer\nanswer: %json {answer}\n{calls}"
+        grammar = f"{CALLS} | answer\nanswer: %json {answer}\n{calls}"
     return dataclasses.replace(parsed, show_tool_markers=True, guided_json=None, guided_grammar=grammar)
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 from server import json_schemas
 from server.tool_forms.parsing import ToolParser
 
+CALLS = "start: tool_calls"  # with which a grammar of calls begins
 ANYTHING = r"/(.|\n)*/"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_MEMBERS: dict[str, Any] = {"type": "object", "properties": {}}

@@ -101,6 +101,32 @@ def test_choices():
     assert allowed(after(many, "choice 77").mask()) == {*map(ord, "0123456789"), EOS, EOT}
 
 
+DIGITS = set(b"0123456789")
+
+
+@pytest.mark.parametrize(
+    ("param", "text", "before", "want"),
+    [
+        ("guided_json", '{"type": "integer"}', "1" * 19, DIGITS | {EOS, EOT}),
+        ("guided_json", '{"type": "integer"}', "1" * 20, {EOS, EOT}),  # it may not go on for ever
+        ("guided_json", '{"type": "number"}', "1" * 20, {*b".eE", EOS, EOT}),
+        ("guided_json", '{"type": "number"}', "1" * 20 + ".", DIGITS),
+        ("guided_json", '{"type": "number"}', "0." + "3" * 20, {*b"eE", EOS, EOT}),
+        ("guided_json", '{"type": "number"}', "1e-" + "3" * 20, {EOS, EOT}),
+        ("guided_json", '{"type": "array", "items": {"type": "integer"}}', "[1, " + "7" * 20, {*b" \n,]"}),
+        # unless it must, and nowhere but in numbers
+        ("guided_json", '{"const": %d}' % 10**21, "1" + "0" * 19, {ord("0")}),
+        ("guided_json", '{"type": "string", "pattern": "^[0-9]+$"}', '"' + "5" * 20, DIGITS | {ord('"')}),
+        ("guided_json", '{"type": "string", "pattern": "^[0-9]{30}$"}', '"' + "5" * 20, DIGITS),
+        ("guided_regex", "[0-9]+", "5" * 20, DIGITS | {EOS, EOT}),
+        ("guided_grammar", "root ::= [0-9]+", "5" * 20, DIGITS | {EOS, EOT}),
+        ("guided_grammar", 'start: tool_calls\ntool_calls: %json {"type": "integer"}', "5" * 20, {EOS, EOT}),
+    ],
+)  # fmt: skip
+def test_numbers_in_json_end(param, text, before, want):
+    assert allowed(after(GUIDES.compile(param, text), before).mask()) == want
+
+
 @pytest.mark.parametrize(
     ("param", "text", "message"),
     [
