@@ -47,7 +47,7 @@ USER = [{"role": "user", "content": "Weather?"}]
 class Tokenizer(ByteTokenizer):
     def __init__(self, template):
         super().__init__()
-        self.chat_template = template and ChatTemplate(template, control_spellings=self.special.control_spellings)
+        self.chat_template = template and ChatTemplate(template, control_spellings=self.special.unspoken)
 
 
 def use(template, name=None):
