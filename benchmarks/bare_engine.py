@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.api import Row, SamplingParams
 from engine.agreement import read_model
+from engine.api import Row, SamplingParams
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig, ModelConfig, RopeConfig
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.programs import Program
 from engine.weights import Weights
-from server.config import ServeConfig
-from server.models import resolve_model
-from server.startup import engine_config
+from server.config.commands import ServeConfig
+from server.start.model_files import resolve_model
+from server.start.warm_engine import engine_config
 from warmup.compiling import Compilation, compile_programs
 from warmup.guard import Guard
 

@@ -50,11 +50,11 @@ DECODE = "/jetstream_proto.Orchestrator/Decode"
 
 
 def serve_orchestrator(streams: int, max_len: int, step_seconds: float) -> None:
-    from server.grpc_service import GrpcServer
-    from server.metrics import Metrics
-    from server.orchestrator import Orchestrator
-    from server.tokenizers import ByteTokenizer
-    from server.validation import ModelLimits
+    from server.grpc.server import GrpcServer
+    from server.orchestrator.orchestrator import Orchestrator
+    from server.orchestrator.validation import ModelLimits
+    from server.telemetry.metrics import Metrics
+    from server.text.tokenizers import ByteTokenizer
 
     engine, metrics, tokenizer = FreeEngine(streams, max_len, step_seconds=step_seconds), Metrics(), ByteTokenizer()
     orchestrator = Orchestrator(engine, tokenizer, metrics=metrics, max_queue=streams)

@@ -39,7 +39,7 @@ from benchmarks.load import Door, GrpcDoor, HttpDoor, Summary, closed_loop, stea
 from benchmarks.output import Report, Table, add_options, bars, conditions, emit
 from benchmarks.peer_worker import THREADS, Absent, Peer, Worker
 from benchmarks.server_process import BenchServer
-from server.models import resolve_model
+from server.start.model_files import resolve_model
 
 PROMPT, NEW = 128, 64
 BUCKET = 512  # tokens of the prefill

@@ -16,15 +16,15 @@ import numpy as np
 
 from benchmarks.bare_engine import compile_table
 from benchmarks.output import Table
-from engine.api import SamplingParams
 from engine.agreement import read_model
+from engine.api import SamplingParams
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig, call_bytes, layer_layout
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.programs import tree_bytes
-from server.models import resolve_model
-from server.tokenizers import load_tokenizer
+from server.start.model_files import resolve_model
+from server.text.tokenizers import load_tokenizer
 
 TEXT = Path(__file__).parent / "data" / "lighthouse.txt"
 KINDS = (("none", "auto"), ("int8", "auto"), ("none", "int8"), ("int8", "int8"))

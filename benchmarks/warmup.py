@@ -27,8 +27,8 @@ STARTS = (("manual, cold", "manual"), ("manual, again", "manual"), ("aot, cold",
 def child(mode: str, cache: Path, model: str) -> None:
     """One start. Prints its numbers as a line of JSON."""
     began = time.monotonic()
-    from server.config import ServeConfig
-    from server.startup import open_model, warm_engine
+    from server.config.commands import ServeConfig
+    from server.start.warm_engine import open_model, warm_engine
     from warmup.guard import Guard
     from warmup.report import WarmupReport
 
@@ -66,8 +66,8 @@ def load_child(cache: Path, model: str) -> None:
     from jax.experimental import serialize_executable
 
     from engine.jax_engine import JaxEngine
-    from server.config import ServeConfig
-    from server.startup import engine_config, open_model, select_devices
+    from server.config.commands import ServeConfig
+    from server.start.warm_engine import engine_config, open_model, select_devices
     from warmup import plan
     from warmup.compiling import worker_count
     from warmup.fingerprint import ArgumentDescriber

@@ -35,7 +35,7 @@ MAX_SUPPRESSED = 32  # ids held back until min_tokens: EOS ids and stop_token_id
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/validation.py``).
+    """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/orchestrator/validation.py``).
 
     The order of application is: logit_bias, suppressed ids, mask, penalties (presence and frequency over generated tokens,
     repetition over prompt and generated), temperature, top-k, top-p, min-p.

@@ -5,7 +5,7 @@
 ...     for piece in client.stream("Once upon a time", max_tokens=64, temperature=0.8, seed=1):
 ...         print(piece.text, end="")
 
-Options are the sampling fields of the HTTP API, by the same names (``server/fields.py``). Failures are raised as the
+Options are the sampling fields of the HTTP API, by the same names (``server/api/fields.py``). Failures are raised as the
 types of `server.errors`, whatever they were on the wire.
 """
 
@@ -20,14 +20,14 @@ from typing import Any
 
 import grpc
 
-from protos import orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
+from protos import conventions, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
-from server import errors, wire
+from server import errors
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", wire.MESSAGE_LIMIT),
-    ("grpc.max_send_message_length", wire.MESSAGE_LIMIT),
-    ("grpc.keepalive_time_ms", wire.KEEPALIVE_SECONDS * 1000),
+    ("grpc.max_receive_message_length", conventions.MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", conventions.MESSAGE_LIMIT),
+    ("grpc.keepalive_time_ms", conventions.KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.enable_http_proxy", 0),  # a proxy in the environment is for the web
     # A server that starts is reached soon after it listens, not after a backoff of minutes.
@@ -97,7 +97,7 @@ def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
     code, message = error.code(), error.details() or error.code().name  # type: ignore[attr-defined]
     metadata = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
     try:
-        detail = json.loads(metadata.get(wire.ERROR, "{}"))
+        detail = json.loads(metadata.get(conventions.ERROR, "{}"))
     except ValueError:
         detail = {}
     kind = _CODES.get(detail.get("code")) or _TYPES.get(code, errors.InternalError)
@@ -286,7 +286,7 @@ class AsyncClient:
             request, timeout=self._timeout, metadata=self._metadata if metadata is None else tuple(metadata)
         )
         try:
-            if wire.ACCEPTED not in dict(await call.initial_metadata()):
+            if conventions.ACCEPTED not in dict(await call.initial_metadata()):
                 async for _ in call:  # raises what the call ended with
                     pass
                 raise errors.InternalError("the server ended the request without accepting or refusing it")

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from protos import preheat_pb2
-from server.chat_checks import ToolName
-from server.fields import RequestFields
+from server.api.chat_types import ToolName
+from server.api.fields import RequestFields
 
 
 def chat_request(parsed: RequestFields) -> preheat_pb2.RenderChatRequest:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from server.config import ProxyConfig
-from server.proxy.app import make_app
+from server.config.commands import ProxyConfig
 from server.proxy.process import STOP_SECONDS
+from server.proxy.routes import make_app
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; longer than most clients keep theirs
 

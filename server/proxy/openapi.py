@@ -1,6 +1,6 @@
 """The HTTP API's description, ``GET /openapi.json``: OpenAPI 3.1, made from the tables that requests are checked by.
 
-Request schemas come from ``server/fields.py`` and the checks; what depends on the model (lengths, token ids) or on
+Request schemas come from ``server/api/fields.py`` and the checks; what depends on the model (lengths, token ids) or on
 several fields at once is refused with 400 beyond what a schema can say.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from server import checks, fields
-from server.fields import Table
+from server.api import field_types, fields
+from server.api.fields import Table
 
 Json = dict[str, Any]
 
@@ -193,7 +193,7 @@ def _request(table: Table, *required: str) -> Json:
     """A request body. `null` is the same as absent; fields that are not named are ignored."""
     properties = {}
     for name, field in table.items():
-        schema = dict(checks.schema_of(field.check))
+        schema = dict(field_types.schema_of(field.check))
         properties[name] = {**(schema if name in required else _or_null(schema)), "description": ABOUT[name]}
     return {"type": "object", "required": list(required), "properties": properties}
 

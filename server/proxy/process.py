@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from server.config import ProxyConfig, ServeConfig
+from server.config.commands import ProxyConfig, ServeConfig
 from server.errors import StartError
 
 BACKLOG = 2048

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from protos import preheat_pb2
-from server import fields
+from server.api import fields
+from server.api.fields import RequestFields
 from server.errors import InvalidRequest
-from server.fields import RequestFields
+from server.proxy.answer_formats import Json
 from server.proxy.chat_request import chat_request
-from server.proxy.shapes import Json
 
 
 def tokenize_request(body: Mapping[str, Any]) -> tuple[preheat_pb2.TokenizeRequest, bool]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from engine.jax_engine import JaxEngine
-from server.cli import main
+from server.commands.cli import main
 
 STEP_SECONDS = float(os.environ.get("TEST_STEP_SECONDS", 0))
 EXHAUSTED = Path(os.environ.get("TEST_EXHAUSTED", "/nowhere"))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from server_process import serving
 
-from server.config import ServeConfig
+from server.config.commands import ServeConfig
 from server.errors import StartError
-from server.startup import open_model
+from server.start.warm_engine import open_model
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY, ADAPTER = GOLDEN / "tiny_llama", GOLDEN / "adapter"

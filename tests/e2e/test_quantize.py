@@ -6,7 +6,7 @@ import httpx
 import pytest
 from server_process import serving
 
-from server.config import load_serve_config
+from server.config.commands import load_serve_config
 from server.errors import StartError
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from server_process import PRODUCTION, serving
 
-from server.models import DEFAULT_MODEL, resolve_model
+from server.start.model_files import DEFAULT_MODEL, resolve_model
 
 GOLDEN_FOLDER = pathlib.Path(__file__).parents[1] / "golden"
 GOLDEN = json.loads((GOLDEN_FOLDER / "smollm2.json").read_text())

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from engine.api import Row, SamplingParams
 from engine.agreement import read_model
+from engine.api import Row, SamplingParams
 from engine.checkpoints import open_checkpoint
 from engine.config import EngineConfig
 from engine.jax_engine import JaxEngine

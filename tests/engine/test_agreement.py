@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from engine.agreement import read_model
 from engine.checkpoints import CheckpointError, open_checkpoint
-from server import offline
-from server.config import ServeConfig
+from server.commands import build
+from server.config.commands import ServeConfig
 from tests.engine.loader_harness import changed, load, log_probs
 from tests.golden.disagreements import CASES
 
@@ -119,9 +119,9 @@ def test_a_tied_head_of_its_own_is_a_model_of_its_own(tmp_path):
 def test_a_plan_needs_the_config_alone_but_looks_at_a_head_that_is_there(tmp_path):
     folder = tied(tmp_path, last_number)
     config = ServeConfig(model=str(folder))
-    assert not offline._model_config(config).tie_embeddings
+    assert not build._model_config(config).tie_embeddings
     (folder / "model.safetensors").unlink()
-    assert offline._model_config(config).tie_embeddings
+    assert build._model_config(config).tie_embeddings
 
 
 def test_comparing_maps_no_more_than_blocks(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.checkpoints import CheckpointError, open_checkpoint
 from engine.fills import BLOCK, Read
-from server.models import DEFAULT_MODEL, resolve_model
+from server.start.model_files import DEFAULT_MODEL, resolve_model
 from tests.engine.loader_harness import TINY, changed, load, log_probs
 from tests.golden import known
 from warmup.guard import Counts, Guard

@@ -5,7 +5,7 @@ sees the one-hot vector of the last token and scales it by ``s = 1 / sqrt(1 / hi
 ``lm_head[j, i] = log P(j | i) / s`` then makes the next token's log-probabilities exactly ``log P(j | last token)``. A
 ``P`` with one successor per token scripts any text; a spread ``P`` gives log-probs that can be looked up.
 
-The tokenizer is byte-level, as `server.tokenizers.ByteTokenizer` has it, but comes as a tokenizer.json: ids 0-255 are
+The tokenizer is byte-level, as `server.text.tokenizers.ByteTokenizer` has it, but comes as a tokenizer.json: ids 0-255 are
 bytes, 256 BOS, 257 EOS, 258 EOT. The model's vocabulary is larger than that. Needs numpy and safetensors only.
 """
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.mock import MockEngine, mock_config, successor
-from server.config import ServeConfig
-from server.grpc_service import GrpcServer
-from server.metrics import Metrics
-from server.orchestrator import Orchestrator
+from server.config.commands import ServeConfig
+from server.grpc.server import GrpcServer
+from server.orchestrator.orchestrator import Orchestrator
+from server.orchestrator.validation import ModelLimits
 from server.proxy import process
-from server.tokenizers import ByteTokenizer, Tokenizer
-from server.validation import ModelLimits
+from server.telemetry.metrics import Metrics
+from server.text.tokenizers import ByteTokenizer, Tokenizer
 
 NAME = "mock"
 MAX_LEN = 64

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from server.errors import InvalidRequest
-from server.guided import Guides
-from server.tokenizers import ByteTokenizer
+from server.text.guided import Guides
+from server.text.tokenizers import ByteTokenizer
 
 EOS = 257
 GUIDES = Guides(ByteTokenizer(), (EOS,), 260)

@@ -16,11 +16,11 @@ from typing import Any
 from engine.api import Engine, SamplingParams
 from engine.mock import MockEngine, Rule, digest, mock_config
 from server.errors import ServerError
-from server.metrics import OUTCOMES, Metrics
-from server.orchestrator import Orchestrator, Ticket
-from server.request import Delta, GenerateRequest, TokenLogprob, Usage
-from server.sequence import Sequence
-from server.tokenizers import ByteTokenizer
+from server.orchestrator.orchestrator import Orchestrator, Ticket
+from server.orchestrator.request import Delta, GenerateRequest, TokenLogprob, Usage
+from server.orchestrator.sequence import Sequence
+from server.telemetry.metrics import OUTCOMES, Metrics
+from server.text.tokenizers import ByteTokenizer
 
 GREEDY = SamplingParams()
 WAIT = 20.0  # seconds until a test gives up; nothing waits that long when all is well

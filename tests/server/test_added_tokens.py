@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 
 from server.errors import StartError
-from server.tokenizers import load_tokenizer
+from server.text.tokenizers import load_tokenizer
 from tests.golden import known
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "added_tokens"

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from server.chat_checks import chat_messages
+from server.api.chat_types import chat_messages
 from server.errors import InvalidRequest, StartError
-from server.tokenizers import ChatTemplate, load_tokenizer
-from server.tokenizers.chat import unmark
+from server.text.tokenizers import ChatTemplate, load_tokenizer
+from server.text.tokenizers.chat import unmark
 from tests.golden import known
 
 TURNS = json.loads((pathlib.Path(known.__file__).parent / "turns.json").read_text())

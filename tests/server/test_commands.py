@@ -11,9 +11,10 @@ import types
 
 import pytest
 
-from server.cli import GenerateOptions, main
-from server.config import ServeConfig
-from server.logs import JsonFormatter
+from server.commands.arguments import GenerateOptions
+from server.commands.cli import main
+from server.config.commands import ServeConfig
+from server.telemetry.logs import JsonFormatter
 
 
 @pytest.fixture
@@ -24,14 +25,10 @@ def called(monkeypatch):
     def record(name):
         return lambda *arguments: calls.append((name, arguments)) or 7
 
-    monkeypatch.setitem(sys.modules, "server.app", types.SimpleNamespace(serve=record("serve")))
-    monkeypatch.setitem(
-        sys.modules,
-        "server.offline",
-        types.SimpleNamespace(**{name: record(name) for name in ("build", "plan", "cache", "generate")}),
-    )
-    monkeypatch.setattr("server.app", sys.modules["server.app"], raising=False)
-    monkeypatch.setattr("server.offline", sys.modules["server.offline"], raising=False)
+    for module, functions in {"serve": ["serve"], "build": ["build", "plan"], "cache": ["cache"], "generate": ["generate"]}.items():
+        fake = types.SimpleNamespace(**{name: record(name) for name in functions})
+        monkeypatch.setitem(sys.modules, f"server.commands.{module}", fake)
+        monkeypatch.setattr(f"server.commands.{module}", fake, raising=False)
     for name in list(os.environ):
         if name.startswith("PREHEAT_"):
             monkeypatch.delenv(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import OUTCOMES, PHASES, Metrics
+from server.telemetry.metrics import OUTCOMES, PHASES, Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 

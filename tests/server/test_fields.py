@@ -12,10 +12,11 @@ import pytest
 
 from engine import api
 from protos.orchestrator_pb2 import DecodeRequest
-from server import checks, fields, guided, wire
+from server.api import decode_fields, field_types, fields
+from server.api.fields import CHAT, COMPLETIONS, GENERATE, GRPC, RequestFields
 from server.errors import InvalidRequest, ModelNotFound, StartError
-from server.fields import CHAT, COMPLETIONS, GENERATE, GRPC, RequestFields
-from server.validation import ModelLimits, SamplingDefaults, build_request, sampling_defaults
+from server.orchestrator.validation import ModelLimits, SamplingDefaults, build_request, sampling_defaults
+from server.text import guided
 
 LIMITS = ModelLimits("tiny", max_len=32, vocab_size=300, eos_token_ids=(257,))
 USER = [{"role": "user", "content": "hi"}]
@@ -29,10 +30,10 @@ def completion(**body):
 
 
 def test_limits_are_those_of_the_engine():
-    assert checks.MAX_GRAMMAR == guided.MAX_LENGTH
-    assert checks.MAX_LOGIT_BIAS == api.MAX_LOGIT_BIAS
-    assert checks.MAX_TOP_LOGPROBS == api.TOP_LOGPROBS
-    assert checks.MAX_STOP_TOKEN_IDS == api.MAX_SUPPRESSED
+    assert field_types.MAX_GRAMMAR == guided.MAX_LENGTH
+    assert field_types.MAX_LOGIT_BIAS == api.MAX_LOGIT_BIAS
+    assert field_types.MAX_TOP_LOGPROBS == api.TOP_LOGPROBS
+    assert field_types.MAX_STOP_TOKEN_IDS == api.MAX_SUPPRESSED
 
 
 GOOD = [
@@ -568,16 +569,16 @@ def test_fields_survive_the_wire():
         guided_regex="a+",
         show_tool_markers=True,
     )
-    request = DecodeRequest.FromString(wire.fields_to_proto(parsed).SerializeToString())
-    assert wire.fields_from_proto(request) == parsed
+    request = DecodeRequest.FromString(decode_fields.fields_to_proto(parsed).SerializeToString())
+    assert decode_fields.fields_from_proto(request) == parsed
     for other in (RequestFields(guided_choice=("a", "ü")), RequestFields(seed=-1)):
-        assert wire.fields_from_proto(wire.fields_to_proto(other)) == other
+        assert decode_fields.fields_from_proto(decode_fields.fields_to_proto(other)) == other
 
 
 def test_jetstreams_zeros_are_absent():
-    assert wire.fields_from_proto(DecodeRequest()) == RequestFields()
-    assert wire.fields_from_proto(DecodeRequest(max_tokens=0, num_samples=0)).max_tokens is None
-    assert wire.fields_from_proto(wire.fields_to_proto(RequestFields(max_tokens=0))) == RequestFields(
+    assert decode_fields.fields_from_proto(DecodeRequest()) == RequestFields()
+    assert decode_fields.fields_from_proto(DecodeRequest(max_tokens=0, num_samples=0)).max_tokens is None
+    assert decode_fields.fields_from_proto(decode_fields.fields_to_proto(RequestFields(max_tokens=0))) == RequestFields(
         max_tokens=0, prompt_only=True
     )
 
@@ -608,7 +609,7 @@ def test_jetstreams_zeros_are_absent():
 )
 def test_refused_over_grpc(request_fields):
     with pytest.raises(InvalidRequest) as caught:
-        wire.fields_from_proto(DecodeRequest(**request_fields))
+        decode_fields.fields_from_proto(DecodeRequest(**request_fields))
     assert caught.value.param in GRPC and caught.value.param in request_fields
 
 
@@ -642,7 +643,7 @@ def test_whatever_is_refused_is_named(kind):
 
 def test_every_refusal_names_a_field():
     """By the sources: only what is wrong with a body as a whole names none."""
-    root = Path(fields.__file__).parent
+    root = Path(fields.__file__).parents[1]
     unnamed = []
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -650,7 +651,7 @@ def test_every_refusal_names_a_field():
             if isinstance(called, ast.Name) and called.id in ("InvalidRequest", "ModelNotFound"):
                 if not any(keyword.arg == "param" for keyword in node.keywords):
                     unnamed.append(path.relative_to(root).as_posix())
-    assert set(unnamed) == {"proxy/http.py"}
+    assert set(unnamed) == {"proxy/transport.py"}
 
 
 # Against the model.
@@ -781,8 +782,8 @@ def test_adapters_that_are_not_there(limits, asked, error, param, said):
 
 
 def test_the_adapter_id_travels():
-    request = wire.fields_to_proto(fields.parse({"prompt": "x"}, fields.COMPLETIONS))
+    request = decode_fields.fields_to_proto(fields.parse({"prompt": "x"}, fields.COMPLETIONS))
     assert request.lora_adapter_id == ""
-    parsed = wire.fields_from_proto(DecodeRequest(lora_adapter_id="poet"))
+    parsed = decode_fields.fields_from_proto(DecodeRequest(lora_adapter_id="poet"))
     assert parsed.lora_adapter_id == "poet"
-    assert wire.fields_to_proto(parsed).lora_adapter_id == "poet"
+    assert decode_fields.fields_to_proto(parsed).lora_adapter_id == "poet"

@@ -11,8 +11,8 @@ from guide_harness import allows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server import gbnf
 from server.errors import InvalidRequest
+from server.text import gbnf
 
 JSON = r"""
 # any value, and spaces where people put them

@@ -17,13 +17,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from engine.mock import Table
 from protos import orchestrator_pb2_grpc, preheat_pb2
+from protos.conventions import MESSAGE_LIMIT
 from protos.orchestrator_pb2 import DecodeRequest, HealthCheckRequest
 from server import errors
 from server.client import AsyncClient, Client, DecodeCall, decode_request
 from server.errors import StartError
-from server.grpc_service import GrpcServer
-from server.metrics import Metrics
-from server.wire import MESSAGE_LIMIT
+from server.grpc.server import GrpcServer
+from server.telemetry.metrics import Metrics
 
 TIMEOUT = 20.0
 BOS = 256

@@ -16,10 +16,10 @@ from orchestrator_harness import serving
 from engine.api import SamplingParams
 from engine.mock import Table, mock_config
 from server.errors import InvalidRequest
-from server.guided import CACHED, Guides, fit
-from server.scheduler import Scheduler
-from server.sequence import Rank, Sequence
-from server.tokenizers import ByteTokenizer
+from server.orchestrator.scheduler import Scheduler
+from server.orchestrator.sequence import Rank, Sequence
+from server.text.guided import CACHED, Guides, fit
+from server.text.tokenizers import ByteTokenizer
 
 BOS, EOS, EOT = 256, 257, 258
 VOCAB = 320

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from engine.mock import Script, Table
 from server.errors import InvalidRequest, TooLarge
-from server.proxy.app import make_app
-from server.proxy.http import BODY_LIMIT, decompress, parse_json
-from server.tokenizers import ByteTokenizer
+from server.proxy.routes import make_app
+from server.proxy.transport import BODY_LIMIT, decompress, parse_json
+from server.text.tokenizers import ByteTokenizer
 
 EOS = 257
 PAGE = "http://page.test:3000"  # an origin whose pages may call

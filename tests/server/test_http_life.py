@@ -20,7 +20,7 @@ import pytest
 from front_doors import NAME, open_doors
 
 from engine.mock import Table
-from server.config import ServeConfig
+from server.config.commands import ServeConfig
 from server.errors import StartError
 from server.proxy import process
 from server.proxy.metrics import merge
@@ -287,7 +287,7 @@ def test_a_proxy_finds_an_orchestrator_that_comes_back():
 def test_the_proxy_ends_when_its_server_is_killed():
     program = (
         "import sys, time\n"
-        "from server.config import ServeConfig\n"
+        "from server.config.commands import ServeConfig\n"
         "from server.proxy import process\n"
         "proxy = process.start(ServeConfig(http_port=0), '127.0.0.1:1')\n"
         "print(proxy.port, proxy.pid, flush=True)\n"

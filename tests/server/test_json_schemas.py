@@ -12,7 +12,8 @@ import pydantic
 import pytest
 
 from server.errors import InvalidRequest
-from server.json_schemas import MAX_SCHEMAS, closed
+from server.text.json_schemas import MAX_SCHEMAS, closed
+
 
 def allows(schema, text):
     return guide_harness.allows("guided_json", json.dumps(schema), text)

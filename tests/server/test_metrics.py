@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import Metrics
+from server.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 COUNTERS = {

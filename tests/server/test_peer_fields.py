@@ -13,9 +13,9 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from server import checks, fields, peer_fields
+from server.api import field_types, fields, peer_fields
+from server.api.fields import CHAT, COMPLETIONS, GENERATE
 from server.errors import InvalidRequest
-from server.fields import CHAT, COMPLETIONS, GENERATE
 
 ROOT = Path(__file__).parents[2]
 PEERS = json.loads((ROOT / "tests" / "golden" / "peer_fields.json").read_text())
@@ -226,7 +226,7 @@ def test_variables_of_the_template():
 
 
 def test_neutral_values_do_not_mix_kinds():
-    check = checks.neutral(0, False, because="x")
+    check = field_types.neutral(0, False, because="x")
     check(0), check(0.0), check(False)
     for value in (1, True, "0", None, []):
         with pytest.raises(ValueError, match="x; only 0 or false or null"):

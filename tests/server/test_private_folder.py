@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from server import private_folder
-from server.grpc_service import GrpcServer
-from server.metrics import Metrics
-from server.private_folder import PREFIX, PrivateFolder, remove_abandoned
+from server.grpc import private_folder
+from server.grpc.private_folder import PREFIX, PrivateFolder, remove_abandoned
+from server.grpc.server import GrpcServer
+from server.telemetry.metrics import Metrics
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def parent(tmp_path, monkeypatch):
 def other(parent):
     """Another process with a private folder, and a socket in it; what it says of itself: the folder."""
     script = (
-        "import socket, sys; from server.private_folder import PrivateFolder; folder = PrivateFolder(); "
+        "import socket, sys; from server.grpc.private_folder import PrivateFolder; folder = PrivateFolder(); "
         "socket.socket(socket.AF_UNIX).bind(str(folder.path / 'grpc.sock')); print(folder.path, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "TMPDIR": str(parent)}

@@ -7,8 +7,8 @@ from orchestrator_harness import letters
 
 from engine.api import Row, SamplingParams
 from engine.mock import MockEngine, digest, mock_config
-from server.scheduler import Scheduler
-from server.sequence import Rank, Sequence, Stage
+from server.orchestrator.scheduler import Scheduler
+from server.orchestrator.sequence import Rank, Sequence, Stage
 
 GREEDY = SamplingParams()
 

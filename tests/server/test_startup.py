@@ -8,7 +8,7 @@ import pytest
 
 from engine.mock import mock_model
 from server.errors import StartError
-from server.startup import OpenModel
+from server.start.warm_engine import OpenModel
 from tests.golden import known
 
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"  # has known's tokenizer

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.stop import StopMatcher
+from server.text.stop_strings import StopMatcher
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:

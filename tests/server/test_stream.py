@@ -1,8 +1,8 @@
 """How the detokenize thread and the event loop of the streams meet: without a real loop, turn by turn."""
 
-from server import stream
-from server.request import Delta
-from server.stream import StreamSink, Waker
+from server.grpc import streams
+from server.grpc.streams import StreamSink, Waker
+from server.orchestrator.request import Delta
 
 
 class Loop:
@@ -54,12 +54,12 @@ def test_a_loop_that_is_behind_is_waited_for(monkeypatch):
     waits = []
     monkeypatch.setattr(waker._turned, "wait", lambda seconds: bool(waits.append(seconds)) or True)
     behind, slow = StreamSink(waker, 1), StreamSink(waker, 1)
-    for _ in range(stream.MERGED_TOKENS - 1):
+    for _ in range(streams.MERGED_TOKENS - 1):
         token(behind)
     assert waits == []
     for _ in range(10):
         token(behind)
-    assert waits == [stream.TURN_SECONDS]
+    assert waits == [streams.TURN_SECONDS]
     loop.turn()
     loop.turn()
     behind.take()
@@ -73,9 +73,9 @@ def test_a_loop_that_is_behind_is_waited_for(monkeypatch):
 
 
 def test_a_loop_that_hangs_is_waited_for_once(monkeypatch):
-    monkeypatch.setattr(stream, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "TURN_SECONDS", 0.0)
     waker = Waker(Loop())
     sink = StreamSink(waker, 1)
-    for _ in range(stream.MERGED_TOKENS):
+    for _ in range(streams.MERGED_TOKENS):
         token(sink)
     assert waker._turned.is_set()  # given up until the next call into the loop

@@ -14,8 +14,8 @@ from front_doors import MAX_LEN, NAME, open_doors
 
 from engine.mock import Table
 from server.client import Client, decode_request
-from server.stream import PromptOffsets
-from server.tokenizers import ByteTokenizer
+from server.grpc.streams import PromptOffsets
+from server.text.tokenizers import ByteTokenizer
 
 BOS, EOS, EOT = 256, 257, 258
 NEXT = {token: {(token + 1) % 256: 1.0} for token in range(256)}

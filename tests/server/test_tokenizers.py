@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from server.chat_checks import chat_messages
+from server.api.chat_types import chat_messages
 from server.errors import InvalidRequest, StartError
-from server.models import DEFAULT_MODEL, resolve_model
-from server.tokenizers import ByteTokenizer, load_tokenizer
+from server.start.model_files import DEFAULT_MODEL, resolve_model
+from server.text.tokenizers import ByteTokenizer, load_tokenizer
 from tests.golden import known
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent.parent / "golden" / "smollm2_tokenizer.json").read_text())

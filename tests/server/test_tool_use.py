@@ -16,11 +16,11 @@ from front_doors import NAME, open_doors
 from guide_harness import allows
 
 from engine.mock import Table
-from server.config import load_serve_config
+from server.config.commands import load_serve_config
 from server.errors import InvalidRequest, StartError
-from server.tokenizers import ByteTokenizer, ChatTemplate, load_tokenizer
-from server.tool_forms import FORMS
-from server.tool_use import ToolUse
+from server.text.tokenizers import ByteTokenizer, ChatTemplate, load_tokenizer
+from server.text.tool_forms import FORMS
+from server.text.tool_use import ToolUse
 from tests.golden import known
 
 EOS = 257

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from engine.mock import Table
 from protos import preheat_pb2
-from server.chat_rendering import render_chat
 from server.client import Client
 from server.errors import InvalidRequest
-from server.guided import Guides
-from server.tokenizers import ByteTokenizer, ChatTemplate
-from server.tokenizers.special import SpecialToken, SpecialTokens
-from server.tool_forms import FORMS
-from server.tool_use import ToolUse
+from server.grpc.chat_rendering import render_chat
+from server.text.guided import Guides
+from server.text.tokenizers import ByteTokenizer, ChatTemplate
+from server.text.tokenizers.special import SpecialToken, SpecialTokens
+from server.text.tool_forms import FORMS
+from server.text.tool_use import ToolUse
 
 EOS = 257
 GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS = "generic", "hermes", "llama3", "mistral", "mistral-args"

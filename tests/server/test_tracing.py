@@ -12,9 +12,9 @@ from orchestrator_harness import serving
 
 from engine.api import SamplingParams
 from server.errors import StartError, TimedOut
-from server.live_request import LiveRequest
-from server.request import GenerateRequest
-from server.tracing import ENDPOINT, RequestTracer, open_tracer
+from server.orchestrator.live_request import LiveRequest
+from server.orchestrator.request import GenerateRequest
+from server.orchestrator.tracing import ENDPOINT, RequestTracer, open_tracer
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ class OTLPSpanExporter(SpanExporter):
 module = types.ModuleType("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 module.OTLPSpanExporter = OTLPSpanExporter
 sys.modules[module.__name__] = module
-from server.tracing import ENDPOINT, open_tracer
+from server.orchestrator.tracing import ENDPOINT, open_tracer
 tracer = open_tracer("tiny", {ENDPOINT: "http://127.0.0.1:4318"})
 tracer._tracer.start_span("preheat.request").end()
 print(tracer.close(0.2), flush=True)

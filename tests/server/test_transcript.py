@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.request import Delta, TokenLogprob
-from server.tokenizers import ByteTokenizer
-from server.transcript import Ending, Transcript
+from server.orchestrator.request import Delta, TokenLogprob
+from server.orchestrator.transcript import Ending, Transcript
+from server.text.tokenizers import ByteTokenizer
 
 
 def logprob(token: int) -> TokenLogprob:

@@ -2,8 +2,8 @@
 
 import threading
 
-from server.channel import Channel
-from server.turns import Turns
+from server.orchestrator.bounded_queue import BoundedQueue
+from server.orchestrator.turns import Turns
 
 
 def started(target) -> threading.Thread:
@@ -98,7 +98,7 @@ def test_idle_and_stop_let_the_prefill_thread_go():
 
 
 def test_channel_keeps_order_and_its_bound():
-    channel = Channel(2)
+    channel = BoundedQueue(2)
     assert channel.put(1) and channel.put(2)
     passed = threading.Event()
     thread = started(lambda: channel.put(4) and passed.set())
@@ -111,7 +111,7 @@ def test_channel_keeps_order_and_its_bound():
 
 
 def test_a_closed_channel_gives_what_it_has_and_takes_nothing():
-    channel = Channel(1)
+    channel = BoundedQueue(1)
     channel.put(1)
     answers = []
     thread = started(lambda: answers.append(channel.put(2)))

@@ -16,8 +16,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.jax_engine import JaxEngine
 from tests.warmup import toy
 from warmup.errors import DonationLost, WarmupError
-from warmup.xla_cache import use_xla_cache
 from warmup.prepare import touch_lanes
+from warmup.xla_cache import use_xla_cache
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from engine.families import load_config
 from engine.loader import load_weights
 from engine.sharding import make_mesh
 from engine.weights import abstract_weights
-from server.models import DEFAULT_MODEL, resolve_model
+from server.start.model_files import DEFAULT_MODEL, resolve_model
 from warmup import cache as warmup_cache
 from warmup.weights import WeightsCache
 

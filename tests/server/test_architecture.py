@@ -1,0 +1,88 @@
+"""The order of packages and of the rooms of ``server``: each imports only what is below it, and nothing goes round in circles."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("server", "warmup", "engine", "protos")  # from the roof down; engine knows neither warmup nor server
+ROOMS = (
+    "__main__", "commands", "start", "proxy", "grpc", "client", "orchestrator", "config", "api", "text", "telemetry", "errors",
+)  # fmt: skip
+
+
+def imported(source: str) -> set[str]:
+    """The modules of this project that a source names in imports, wherever they stand."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports hide where they go"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
+def modules() -> dict[str, str]:
+    """Module name -> source, of all packages but what protoc made."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in path.name]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text() for path in paths}
+
+
+def wrong_way(name: str, source: str) -> list[str]:
+    """The imports of a module that go up, or across from one package's room to a higher one."""
+    package, _, rest = name.partition(".")
+    wrong = []
+    for other in sorted(imported(source)):
+        other_package, _, other_rest = other.partition(".")
+        if PACKAGES.index(other_package) < PACKAGES.index(package):
+            wrong.append(other)
+        elif other_package == package == "server" and rest and other_rest:
+            room, other_room = rest.split(".")[0], other_rest.split(".")[0]
+            if ROOMS.index(other_room) < ROOMS.index(room):
+                wrong.append(other)
+    return wrong
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_go_down(name):
+    assert wrong_way(name, modules()[name]) == []
+
+
+def test_every_room_is_in_the_order():
+    found = {path.name.removesuffix(".py") for path in (ROOT / "server").iterdir() if not path.name.startswith(("__init__", "__pycache__"))}
+    assert found == set(ROOMS)
+
+
+def test_an_import_turned_round_is_noticed():
+    assert wrong_way("server.api.fields", "from server.grpc import server") == ["server.grpc", "server.grpc.server"]
+    assert wrong_way("engine.api", "def late():\n    import warmup.aot") == ["warmup.aot"]
+    assert wrong_way("server.grpc.server", "from server.api import fields\nimport grpc") == []
+
+
+def test_no_circles():
+    """Depth-first over the modules: an import of a module that is still open closes a circle."""
+    sources = modules()
+    edges = {}
+    for name, source in sources.items():
+        names = imported(source) & sources.keys() - {name}
+        # ``from package import module`` asks for the module.
+        edges[name] = {other for other in names if not any(more.startswith(f"{other}.") for more in names)}
+    state: dict[str, int] = {}
+    circles = []
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        state[name] = 1
+        for other in sorted(edges[name]):
+            if state.get(other) == 1:
+                circles.append((*way[way.index(other) :], other))
+            elif other not in state:
+                visit(other, (*way, other))
+        state[name] = 2
+
+    for name in sources:
+        if name not in state:
+            visit(name, (name,))
+    assert circles == []
