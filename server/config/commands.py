@@ -173,7 +173,7 @@ class ServeConfig:
     tool_format: str | None = option(
         None,
         _tool_format,
-        "how tool calls are written: generic, hermes, llama3, mistral or mistral-args",
+        "how tools are called, by the name of a form (see Tools in docs/api.md)",
         metavar="FORM",
         shown="what the chat template teaches, else generic",
     )

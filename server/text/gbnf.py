@@ -123,9 +123,9 @@ class _Parser:
         if "root" not in rules:
             raise ValueError("there is no rule root, with which the answer begins")
         for node in rules.values():
-            for name in _names(node):
-                if name.name not in rules:
-                    raise ValueError(f"line {name.line}: there is no rule {name.name}")
+            for used in _names(node):
+                if used.name not in rules:
+                    raise ValueError(f"line {used.line}: there is no rule {used.name}")
         return rules
 
     def _choice(self, nested: bool) -> _Node:

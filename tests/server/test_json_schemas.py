@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 import guide_harness
 import pydantic
@@ -166,10 +166,10 @@ class Cat(pydantic.BaseModel):
 class Dog(pydantic.BaseModel):
     kind: Literal["dog"]
     name: str | None = None
-    friends: list["Pet"] = []
+    friends: list[Pet] = []
 
 
-Pet = Annotated[Union[Cat, Dog], pydantic.Field(discriminator="kind")]
+Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
 
 
 class Owner(pydantic.BaseModel):

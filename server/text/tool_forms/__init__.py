@@ -9,8 +9,8 @@ The forms, by the projects that began them::
     generic       {"name": "f", "arguments": {...}}, one after another                             (ours)
 
 A form is a subclass of `ToolForm` in a module of this package; it is found here, so that nothing else has to know of it.
-Which form a model has is for ``server/text/tool_use.py`` to say. The orchestrator, which has the tokenizer, writes grammars (``server/grpc/chat_rendering.py``); the proxy, which has not, reads
-answers by the form's name.
+Which form a model has is for ``server/text/tool_use.py`` to say. The orchestrator, which has the tokenizer, writes grammars
+(``server/grpc/chat_rendering.py``); the proxy, which has not, reads answers by the form's name.
 """
 
 from __future__ import annotations
