@@ -192,7 +192,7 @@ class ToolName:
                 "required": ["name"],
                 "properties": {
                     "name": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                    "description": {"type": "string"},
+                    "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
                     "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
                     "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
                 },
@@ -215,6 +215,8 @@ def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         if name in names:
             raise ValueError(f"[{index}].function.name is that of another tool: {name}")
         names.add(name)
+        if not isinstance(function.get("description"), (str, type(None))):
+            raise ValueError(f"[{index}].function.description must be a string")
         if not isinstance(function.get("parameters", {}), (dict, type(None))):
             raise ValueError(f"[{index}].function.parameters must be a JSON schema (an object)")
         if not isinstance(function.get("strict"), (bool, type(None))):

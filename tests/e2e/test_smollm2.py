@@ -51,6 +51,13 @@ def test_generate_ends_at_eos(server):
     assert text == httpx.post(f"{server.http}/detokenize", json={"tokens": before}).json()["text"]
 
 
+def test_control_tokens_of_a_raw_prompt(server):
+    for case in json.loads((GOLDEN_FOLDER / "smollm2_tokenizer.json").read_text())["special"]:
+        answer = httpx.post(f"{server.http}/tokenize", json={"prompt": case["text"], "return_token_strs": True}).json()
+        assert (answer["tokens"], answer["count"]) == (case["ids"], len(case["ids"]))
+        assert "".join(answer["token_strs"]).replace("Ġ", " ").replace("Ċ", "\n") == case["text"]
+
+
 def test_chat_answers_through_the_models_template(server):
     chat = json.loads((GOLDEN_FOLDER / "smollm2_tokenizer.json").read_text())["chats"][0]
     body = {"model": DEFAULT_MODEL, "messages": chat["messages"], "temperature": 0, "max_tokens": 64}

@@ -264,6 +264,7 @@ def test_chat_fields():
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "x"}}, "response_format"),
         ({"tools": [TOOL], "structured_outputs": {"regex": "x"}}, "structured_outputs"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": {}}}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": {}}, "tools"),
         ({"tools": [TOOL, TOOL]}, "tools"),
