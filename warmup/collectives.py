@@ -1,6 +1,7 @@
 """What moves between devices in a compiled program: the collectives of its HLO, with how often each runs.
 
-Loops count as often as they turn, where XLA knows it (scanned layers); a loop whose turns are found at run time counts as one turn.
+Loops count as often as they turn, where that is written in them (scanned layers); a loop whose turns are found at run time counts as
+one turn.
 """
 
 from __future__ import annotations
@@ -8,11 +9,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import pathlib
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
+
+from engine.programs import Program
 
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all", "reduce-scatter")
 
@@ -21,6 +26,9 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-
 _CALLED = re.compile(r"(?:calls|to_apply|body|branch_computations|true_computation|false_computation|called_computations)="
                      r"(\{[^}]*\}|%?[\w.\-]+)")  # fmt: skip
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_BELOW = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 _ARRAY = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
@@ -40,9 +48,22 @@ class Collective:
         return f"{self.times} x {self.kind} of {self.shape} over {' and '.join(self.axes)}"
 
 
-def collectives(compiled: jax.stages.Compiled, mesh: Mapping[str, int]) -> list[Collective]:
-    """Those of one executable, the most bytes first. ``mesh`` are the sizes of its axes, in order."""
-    return parse(compiled.as_text(), mesh)
+def collectives(program: Program, compiled: jax.stages.Compiled, mesh: Mapping[str, int]) -> list[Collective]:
+    """Those of a program's executable, the most bytes first. ``mesh`` are the sizes of its axes, in order."""
+    return parse(_text(program, compiled), mesh)
+
+
+def _text(program: Program, compiled: jax.stages.Compiled) -> str:
+    """Optimized HLO. Where a TPU's has something that JAX's own XLA cannot print (collectives fused with what they wait for), the
+    compiler prints it itself: it has to compile once more."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            program.trace().lower().compile(compiler_options=options)
+            (file,) = pathlib.Path(folder).glob("*after_optimizations.txt")
+            return file.read_text()
 
 
 def parse(text: str, mesh: Mapping[str, int]) -> list[Collective]:
@@ -59,10 +80,10 @@ def parse(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             if kind in KINDS:
                 shape, size = _largest(found[1])
                 counts[kind, shape, size, _axes(line, mesh)] += times
-            turns = _TURNS.search(line) if kind == "while" else None
+            turns = _turns(line, computations) if kind == "while" else 1
             for called in _called(line):
                 if kind not in KINDS:  # what a collective calls is its sum
-                    visit(called, times * (int(turns[1]) if turns else 1))
+                    visit(called, times * turns)
 
     visit(entry, 1)
     found = [Collective(*key, times) for key, times in counts.items()]
@@ -80,6 +101,16 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         else:
             lines.append(line)
     return computations, entry
+
+
+def _turns(line: str, computations: Mapping[str, Sequence[str]]) -> int:
+    """How often a loop turns: as XLA says, or up to what its condition counts from zero; 1 where neither tells."""
+    if found := _TURNS.search(line):
+        return int(found[1])
+    condition = "\n".join(computations.get(_CONDITION.search(line)[1], ()))
+    bound = _BELOW.search(condition)
+    constants = dict(_CONSTANT.findall(condition))
+    return int(constants.get(bound[1], 1)) if bound else 1
 
 
 def _called(line: str) -> Iterator[str]:

@@ -22,7 +22,9 @@ from pathlib import Path
 import jax
 
 from engine.config import EngineConfig
+from engine.sharding import device_order, ways
 from warmup import aot
+from warmup.collectives import Collective, collectives
 from warmup.compiling import Compilation, compile_programs
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber
@@ -110,7 +112,7 @@ def target_devices(target: Target, count: int) -> tuple[jax.Device, ...]:
       WarmupError: the slice has fewer, or ``libtpu`` is not installed or does not know the slice.
     """
     if count > target.chips:
-        raise WarmupError(f"--tp {count} is more than the {target.chips} devices of {target.name}")
+        raise WarmupError(f"--dp x --ep x --tp = {count} is more than the {target.chips} devices of {target.name}")
     if importlib.util.find_spec("libtpu") is None:
         raise WarmupError("building for a TPU needs the libtpu package: pip install 'preheat[tpu]' (Linux on x86-64)")
     from jax.experimental import topologies
@@ -130,17 +132,24 @@ def target_devices(target: Target, count: int) -> tuple[jax.Device, ...]:
         )
     except Exception as error:  # libtpu's own errors, of several types
         raise WarmupError(f"libtpu does not describe {target.name} ({target.topology}): {error}") from error
-    return tuple(description.devices[:count])
+    return tuple(device_order(description.devices)[:count])
 
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What a build made. ``stored`` are the programs that entered the store's manifest."""
+    """What a build made. ``stored`` are the programs that entered the store's manifest; ``moves`` is what moves between devices, by
+    program, where it was asked for."""
 
     plan: MemoryPlan
     report: WarmupReport
     store: ArtifactStore
     stored: tuple[str, ...]
+    moves: dict[str, list[Collective]]
+
+    def explain_moves(self) -> str:
+        """One line for each program and collective, for people; empty on one device."""
+        lines = [f"{name}: {'; '.join(map(str, found))}" for name, found in self.moves.items() if found]
+        return "\n".join(["between devices, in one run:", *lines]) if lines else ""
 
 
 def build_target(
@@ -153,6 +162,7 @@ def build_target(
     guard: Guard,
     report: WarmupReport,
     workers: int | None = None,
+    list_moves: bool = False,
 ) -> Build:
     """Compiles every program for devices that are not here, and stores what came out.
 
@@ -162,6 +172,7 @@ def build_target(
       devices: of `target_devices`, in mesh order.
       root: the warmup cache; `None` stores nothing.
       budget: bytes per device. A configuration over it is built all the same: the plan says so.
+      list_moves: fill `Build.moves`.
 
     Raises:
       WarmupError: a program failed, by name. `DoesNotFit`: not one sequence of ``max_len`` fits by the estimate.
@@ -170,6 +181,8 @@ def build_target(
     model = make(dataclasses.replace(config, kv_pages=config.pages_per_slot + 1)).model
     store = open_store(root, model, config, devices, budget=budget)
     pages = resolve_kv_pages(make, config, budget, stored=store.resolved.get("kv_pages"))
+
+    moves: dict[str, list[Collective]] = {}
 
     def compile_all(engine: Engine, describer: ArgumentDescriber) -> tuple[dict[str, ProgramMemory], list[Pending]]:
         programs = engine.programs()
@@ -183,6 +196,8 @@ def build_target(
             report.prepared(
                 done.program.name, "compiled", done.memory, trace=done.seconds_trace, compile=done.seconds_compile
             )
+            if list_moves and len(devices) > 1:
+                moves[done.program.name] = collectives(done.program, done.compiled, dataclasses.asdict(ways(config)))
             return done.memory, pending
 
         with aot.no_persistent_cache():
@@ -205,4 +220,5 @@ def build_target(
         arguments={program.name: describer.describe(program) for program in programs},
         groups=describer.groups,
     )
-    return Build(plan, report, store, tuple(item.name for item in pending))
+    ordered = {program.name: moves[program.name] for program in programs if program.name in moves}
+    return Build(plan, report, store, tuple(item.name for item in pending), ordered)

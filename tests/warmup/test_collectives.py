@@ -1,4 +1,4 @@
-"""What moves between devices, read from HLO as XLA prints it: loops, conditions, fusions, both spellings of groups of devices."""
+"""What moves between devices, read from HLO as XLA prints it on CPU and TPU: loops, conditions, both spellings of groups of devices."""
 
 from warmup.collectives import parse
 
@@ -23,6 +23,19 @@ HLO = """HloModule step, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0
   ROOT %more = pred[] constant(true)
 }
 
+%counting (p: (s32[], f32[4,8])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3), metadata={op_name="jit(step)"}
+  %p = (s32[], f32[4,8]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %three), direction=LT, metadata={op_name="jit(step)/while/cond/lt"}
+}
+
+%counted (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p = (s32[], f32[4,8]{1,0:T(8,128)S(1)}) parameter(0)
+  %scattered = f32[2,8]{1,0:T(8,128)S(1)} reduce-scatter(%p), channel_id=5, replica_groups={{0,2},{1,3}}, to_apply=%add
+  ROOT %out = (s32[], f32[4,8]{1,0}) tuple(%i, %h)
+}
+
 %wanted (p: f32[4,8]) -> f32[4,8] {
   ROOT %moved = f32[4,8]{1,0} collective-permute(%p), channel_id=3, source_target_pairs={{0,1},{1,0}}
 }
@@ -35,6 +48,7 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
   %x = f32[4,8]{1,0} parameter(0)
   %loop = (s32[], f32[4,8]{1,0}) while(%x), condition=%going, body=%layer, backend_config={"known_trip_count":{"n":"80"}}
   %y = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  %again = (s32[]{:T(128)}, /*index=1*/f32[4,8]{1,0:T(8,128)S(1)}) while(%loop), condition=%counting, body=%counted
   %z = f32[4,8]{1,0} conditional(%c, %y, %y), branch_computations={%wanted, %unwanted}
   ROOT %last = f32[4,8]{1,0} all-reduce(%z), channel_id=4, replica_groups={}, to_apply=%add
 }
@@ -47,6 +61,7 @@ def test_counts_sizes_and_axes():
     assert found == {
         "80 x all-reduce of f32[4,8] over tensor": 4 * 8 * 4,
         "80 x all-gather of bf16[8,8] over data": 8 * 8 * 2,
+        "3 x reduce-scatter of f32[2,8] over data": 2 * 8 * 4,
         "1 x all-reduce of f32[4,8] over data and tensor": 4 * 8 * 4,
         "1 x collective-permute of f32[4,8] over data and tensor": 4 * 8 * 4,
     }

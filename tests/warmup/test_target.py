@@ -39,7 +39,7 @@ def test_other_names_are_refused_with_what_would_do(name):
 
 
 def test_more_devices_than_the_slice_has():
-    with pytest.raises(WarmupError, match="--tp 8 is more than the 4 devices of v5e-4"):
+    with pytest.raises(WarmupError, match="= 8 is more than the 4 devices of v5e-4"):
         target_devices(parse_target("v5e-4"), 8)
 
 
