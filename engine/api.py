@@ -3,7 +3,7 @@
 The life of a sequence, and who calls what::
 
     prefill thread    prefix = engine.acquire_prefix()
-                      prefix = engine.fetch(prefix, pages, tokens)          (owner thread; only on a prefix-cache hit)
+                      prefix = engine.fetch(prefix, pages, tokens, slot)    (owner thread; only on a prefix-cache hit)
                       first  = engine.prefill(prefix, chunk, ...)           (once per chunk; the last one samples)
     owner thread      engine.insert(prefix, slot, pages, ...)               (prefix -> pages of the pool)
                       engine.release_prefix(prefix)
@@ -125,7 +125,7 @@ class Engine(Protocol):
         content already and are not written.
         """
 
-    def fetch(self, prefix: Any, pages: np.ndarray, tokens: np.ndarray, *, slot: int = 0) -> None:
+    def fetch(self, prefix: Any, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         """Copies pages of the pool into a prefix (a prefix-cache hit): ``len(pages) * page_size == len(tokens)``. ``slot`` is the one
         that the prefix is for: it says whose pages (`Row`)."""
 

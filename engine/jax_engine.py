@@ -138,7 +138,7 @@ class JaxEngine:
                     self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
                     result = self._state
                 case "fetch":
-                    self.fetch(prefix, np.zeros(0, np.int32), np.zeros(0, np.int32))
+                    self.fetch(prefix, np.zeros(0, np.int32), np.zeros(0, np.int32), slot=0)
                     result = prefix.arrays
                 case "set_mask":
                     self.set_mask(self.config.slots, None)
@@ -247,7 +247,7 @@ class JaxEngine:
         request = self._pack(header, self._sampling(sampling), self._generated(generated), self._table_row(pages))
         self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
 
-    def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray, *, slot: int = 0) -> None:
+    def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         padded = np.zeros(self._table_width * self.config.page_size, np.int32)
         padded[: len(tokens)] = tokens
         group, _ = self._place(slot)

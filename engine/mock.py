@@ -134,8 +134,9 @@ def mock_config(
     kv_pages: int | None = None,
     prefill_chunk: int = 16,
     prefixes: int = 2,
+    dp: int = 1,
 ) -> EngineConfig:
-    """A small layout. ``kv_pages`` defaults to what all slots need at full length, and the scratch page."""
+    """A small layout. ``kv_pages``, of each group, defaults to what all slots need at full length, and the scratch page."""
     return EngineConfig(
         slots=slots,
         max_len=max_len,
@@ -144,6 +145,7 @@ def mock_config(
         batch_sizes=tuple(sorted({1, max(1, slots // 2), slots})),
         page_size=page_size,
         prefixes=prefixes,
+        dp=dp,
     )
 
 
@@ -166,7 +168,9 @@ class MockEngine:
         self.violations: list[str] = []
         self.calls: collections.deque[Call] = collections.deque(maxlen=20_000)
         self._sleep = sleep
-        self._pages: list[list[Cell | None]] = [[None] * self.config.page_size for _ in range(self.config.kv_pages)]
+        self._pools: list[list[list[Cell | None]]] = [
+            [[None] * self.config.page_size for _ in range(self.config.kv_pages)] for _ in range(self.config.groups)
+        ]
         self._slots: dict[int, _Slot] = {}
         self._prefixes_out = 0
         self._serial = 0
@@ -277,19 +281,20 @@ class MockEngine:
         self._check(length == len(prefix.cells), f"length {length}, the prefix holds {len(prefix.cells)}")
         self._check(len(table) == -(-length // self.config.page_size), f"{len(table)} pages for {length} tokens")
         self._check(len(set(table)) == len(table), f"a page twice in {table}")
+        pool = self._pool(slot)
         for index, page in enumerate(table):
             self._check(0 < page < self.config.kv_pages, f"page {page} is scratch or beyond the pool")
             for offset, cell in enumerate(self._page_of(prefix.cells, index)):
                 if index < shared_pages:
-                    self._check(self._pages[page][offset] == cell, f"shared page {page} has other content at {offset}")
+                    self._check(pool[page][offset] == cell, f"shared page {page} has other content at {offset}")
                 else:
-                    self._pages[page][offset] = cell
+                    pool[page][offset] = cell
         token = int(first.results.tokens[0])
         self._slots[slot] = _Slot(
             table, length, token, sampling, self._counts(generated) + collections.Counter([token])
         )
 
-    def fetch(self, prefix: MockPrefix, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def fetch(self, prefix: MockPrefix, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         self._own("fetch")
         ids = self._ids(tokens)
         self._enter(Call("fetch", tokens=ids))
@@ -299,7 +304,7 @@ class MockEngine:
             _append(prefix.cells, token)
         for index, page in enumerate(pages):
             self._check(
-                self._pages[int(page)] == self._page_of(prefix.cells, index), f"fetched page {page} has other content"
+                self._pool(slot)[int(page)] == self._page_of(prefix.cells, index), f"fetched page {page} has other content"
             )
 
     def set_mask(self, slot: int, mask: np.ndarray | None) -> None:
@@ -345,9 +350,8 @@ class MockEngine:
         self._check(
             slot.pages[index] == row.page, f"position {slot.length} is in page {slot.pages[index]}, not {row.page}"
         )
-        stored = [self._pages[page][place] for page in slot.pages for place in range(self.config.page_size)][
-            : slot.length
-        ]
+        pool = self._pool(row.slot)
+        stored = [pool[page][place] for page in slot.pages for place in range(self.config.page_size)][: slot.length]
         cells: list[Cell] = []
         for position, cell in enumerate(stored):
             if cell is not None:
@@ -357,7 +361,7 @@ class MockEngine:
                 f"slot {row.slot}, position {position}: another sequence's content",
             )
         _append(cells, slot.token)
-        self._pages[row.page][offset] = cells[-1]
+        pool[row.page][offset] = cells[-1]
         context = [cell.token for cell in cells]
         token, logprobs = self._choose(context, slot.sampling, slot.generated, slot.count, slot.mask)
         slot.length += 1
@@ -392,6 +396,10 @@ class MockEngine:
 
     def _counts(self, generated: np.ndarray | None) -> collections.Counter[int]:
         return collections.Counter(() if generated is None else (int(token) for token in generated))
+
+    def _pool(self, slot: int) -> list[list[Cell | None]]:
+        """The pages of a slot's group."""
+        return self._pools[slot % self.config.groups]
 
     def _page_of(self, cells: Sequence[Cell], index: int) -> list[Cell]:
         return list(cells[index * self.config.page_size : (index + 1) * self.config.page_size])

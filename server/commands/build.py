@@ -63,6 +63,8 @@ def plan(config: ServeConfig, target: str | None) -> int:
         built, attention = _compile(config, target, None, guard)
     print(built.plan.table())
     print(attention.explain())
+    if moves := built.explain_moves():
+        print(moves)
     return 0 if built.plan.fits else 1
 
 
@@ -75,7 +77,7 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
             budget = memory_plan.memory_budget(config.memory, devices)
         else:
             slice_ = targets.parse_target(target)
-            devices = targets.target_devices(slice_, config.tp)
+            devices = targets.target_devices(slice_, config.dp * config.ep * config.tp)
             budget = config.memory or slice_.budget
         layout = engine_config(config, model, devices[0].platform, open_adapters(config, model))
 
@@ -83,7 +85,7 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
             return JaxEngine(model, layout, devices)
 
         report = WarmupReport("aot", guard=guard)
-        built = targets.build_target(make, layout, devices, root, budget, guard=guard, report=report)
+        built = targets.build_target(make, layout, devices, root, budget, guard=guard, report=report, list_moves=root is None)
         return built, make(built.plan.config).attention
 
 

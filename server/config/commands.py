@@ -193,6 +193,8 @@ class ServeConfig:
         shown="85 % of the accelerator's memory, half of the RAM on CPU",
     )
     tp: int = option(1, options.integer(1, 4096), "tensor-parallel devices", metavar="N")
+    dp: int = option(1, options.integer(1, 4096), "data-parallel groups of devices, with slots and KV pages of their own", metavar="N")
+    ep: int = option(1, options.integer(1, 4096), "groups of devices over which the experts of a mixture are split", metavar="N")
     max_queue: int | None = option(
         None,
         options.integer(0),
@@ -356,7 +358,7 @@ def resolve_prefill_buckets(config: ServeConfig, max_len: int) -> tuple[int, ...
         raise StartError(f"--prefill-chunk {chunk} is more than --max-len {max_len}: give at most {max_len}")
     if buckets is None:
         chunk = min(DEFAULT_PREFILL_CHUNK, max_len) if chunk is None else chunk
-        return _powers_of_two(SMALLEST_BUCKET, chunk)
+        return _powers_of_two(SMALLEST_BUCKET, chunk, config.dp * config.ep)
     if chunk is not None and buckets[-1] != chunk:
         raise StartError(
             f"--prefill-buckets {_joined(buckets)} must end with --prefill-chunk {chunk}: give one of the two only"
@@ -369,7 +371,7 @@ def resolve_prefill_buckets(config: ServeConfig, max_len: int) -> tuple[int, ...
 def resolve_batch_sizes(config: ServeConfig) -> tuple[int, ...]:
     """Padded decode batch sizes, rising; the last is the number of slots."""
     if config.batch_sizes is None:
-        return _powers_of_two(1, config.slots)
+        return _powers_of_two(1, config.slots, config.dp * config.ep)
     if config.batch_sizes[-1] != config.slots:
         raise StartError(f"--batch-sizes {_joined(config.batch_sizes)} must end with --slots {config.slots}")
     return config.batch_sizes
@@ -380,10 +382,11 @@ def resolve_max_queue(config: ServeConfig) -> int:
     return QUEUE_PER_SLOT * config.slots if config.max_queue is None else config.max_queue
 
 
-def _powers_of_two(first: int, last: int) -> tuple[int, ...]:
-    """``first``, twice that, and so on below ``last``, then ``last``."""
+def _powers_of_two(first: int, last: int, groups: int) -> tuple[int, ...]:
+    """``first``, twice that, and so on below ``last``, then ``last``; each rounded up to what ``groups`` of devices can share."""
+    first, last = -(-first // groups), -(-last // groups)
     sizes = []
     while first < last:
-        sizes.append(first)
+        sizes.append(first * groups)
         first *= 2
-    return (*sizes, last)
+    return (*sizes, last * groups)

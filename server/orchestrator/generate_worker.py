@@ -75,9 +75,11 @@ class GenerateWorker:
             wanted = in_flight.scheduler.current(sequence, task.epoch)
             pages = np.array(sequence.pages[: sequence.shared_pages], np.int32)
             tokens = np.array(sequence.tokens[: len(pages) * self._engine.config.page_size], np.int32)
+            slot = sequence.slot
         try:
             if wanted:
-                self._engine.fetch(task.prefix, pages, tokens)
+                assert slot is not None
+                self._engine.fetch(task.prefix, pages, tokens, slot=slot)
         except Exception as error:  # the prefill thread raises it, in the name of the request
             task.error = error
         with in_flight.lock:

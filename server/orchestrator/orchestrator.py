@@ -142,8 +142,8 @@ class Orchestrator:
             running=lambda: self._count(began=True),
             waiting=lambda: self._count(began=False),
             slots_used=lambda: scheduler.slots_used,
-            pages_used=lambda: scheduler.pool.used,
-            pages_total=scheduler.pool.total,
+            pages_used=lambda: scheduler.pages_used,
+            pages_total=scheduler.pages_total,
             ready=lambda: int(self._state == "ready"),
         )
 
@@ -170,8 +170,7 @@ class Orchestrator:
     def open(self) -> None:
         """Accepts requests from outside. What the proof left in the prefix cache is forgotten."""
         with self._in_flight.lock:
-            if self._in_flight.scheduler.cache is not None:
-                self._in_flight.scheduler.cache.clear()
+            self._in_flight.scheduler.clear_cache()
         self._change("ready")
 
     def drain(self, timeout: float) -> bool:

@@ -60,6 +60,16 @@ class PrefixCache:
             node = child
         return pages
 
+    def known(self, tokens: Sequence[int], regime: Hashable = None) -> int:
+        """How many pages `match` would give."""
+        pages, node = 0, self._roots.get(regime)
+        for chunk in self._full_pages(tokens[: len(tokens) - 1]) if node is not None else ():
+            node = node.children.get(chunk)
+            if node is None:
+                break
+            pages += 1
+        return pages
+
     def store(self, tokens: Sequence[int], pages: Sequence[int], regime: Hashable = None) -> None:
         """Remembers what the full pages among ``pages`` hold; the caller holds them and ``tokens`` are written to them.
 

@@ -22,6 +22,10 @@ prefilled anew.
 
 **Adapters** (LoRA) change keys and values, so sequences of different adapters share no pages either.
 
+**Groups of devices** (`EngineConfig.groups`) have slots, pages and a prefix cache of their own; slot s is in group ``s % groups``. A
+sequence goes to the group whose cache has most of its prompt, unless that one has many more sequences than another: every
+group's part of a step is padded to the fullest one's. Pages are found within the group, and so is the youngest to be put back.
+
 **Guided sequences** (structured output) take their steps together and not one ahead of the host: what may come next
 depends on the token before. They are left out of a step while one of them has a token that was not read yet, so that
 with others around they advance at every other step; the others advance at every step.
@@ -65,17 +69,28 @@ class PlannedRow(NamedTuple):
     page: int
 
 
+@dataclasses.dataclass(eq=False)
+class Group:
+    """What one group of devices has."""
+
+    pool: PagePool
+    cache: PrefixCache | None
+    free_slots: list[int]  # a heap: low slots first
+
+
 class Scheduler:
     """``prefix_cache`` False computes every prompt from its first token. Without ``model``, keys depend on tokens only."""
 
     def __init__(self, config: EngineConfig, *, prefix_cache: bool = True, model: ModelConfig | None = None):
         self._config = config
         self._model = model if model is not None and model.follows_length else None
-        self.pool = PagePool(config.kv_pages)
-        self.cache = PrefixCache(self.pool, config.page_size) if prefix_cache else None
+        self._groups: list[Group] = []
+        for number in range(config.groups):
+            pool = PagePool(config.kv_pages)
+            cache = PrefixCache(pool, config.page_size) if prefix_cache else None
+            self._groups.append(Group(pool, cache, list(range(number, config.slots, config.groups))))
         self._waiting: list[Sequence] = []  # by rank
         self._running: set[Sequence] = set()  # prefill, ready, decode
-        self._free_slots = list(range(config.slots))  # a heap: low slots first
         self._free_prefixes = config.prefixes
 
     # What is where
@@ -92,7 +107,23 @@ class Scheduler:
 
     @property
     def slots_used(self) -> int:
-        return self._config.slots - len(self._free_slots)
+        return self._config.slots - sum(len(group.free_slots) for group in self._groups)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages held by sequences."""
+        return sum(group.pool.used for group in self._groups)
+
+    @property
+    def pages_total(self) -> int:
+        """Pages that sequences can hold."""
+        return sum(group.pool.total for group in self._groups)
+
+    def clear_cache(self) -> None:
+        """Forgets what pages hold. Pages in use stay with their holders."""
+        for group in self._groups:
+            if group.cache is not None:
+                group.cache.clear()
 
     @property
     def has_rows(self) -> bool:
@@ -114,10 +145,11 @@ class Scheduler:
                 f"{self._config.max_len} tokens: shorten the prompt or lower max_tokens"
             )
         needed = self._pages_for(total - 1)
-        if max_tokens and needed > self.pool.total:
+        most = self._groups[0].pool.total  # all groups have as many
+        if max_tokens and needed > most:
             return (
                 f"prompt of {prompt_tokens} tokens + max_tokens {max_tokens} needs {needed} KV pages of "
-                f"{self._config.page_size} tokens, this server has {self.pool.total}: "
+                f"{self._config.page_size} tokens, this server has {most}: "
                 "shorten the prompt or lower max_tokens"
             )
         return None
@@ -166,8 +198,8 @@ class Scheduler:
         """The prompt's pages are written (the insert was dispatched): others may share them, and `plan` may advance
         it."""
         sequence.stage = Stage.DECODE
-        if self.cache is not None:
-            self.cache.store(sequence.tokens[: sequence.prefill_length], sequence.pages, sequence.regime)
+        if (cache := self._group_of(sequence).cache) is not None:
+            cache.store(sequence.tokens[: sequence.prefill_length], sequence.pages, sequence.regime)
 
     # Step by step
 
@@ -209,7 +241,8 @@ class Scheduler:
     def complete(self, sequence: Sequence) -> None:
         """The sequence has all its tokens with its first one: nothing but the insert that shares its prompt is left to
         do. Not worth it for prompts without a new full page; they end."""
-        if self.cache is None or sequence.prefill_length // self._config.page_size <= sequence.shared_pages:
+        cache = self._group_of(sequence).cache
+        if cache is None or sequence.prefill_length // self._config.page_size <= sequence.shared_pages:
             self.end(sequence)
         sequence.complete = True
 
@@ -237,6 +270,10 @@ class Scheduler:
 
     # Inside
 
+    def _group_of(self, sequence: Sequence) -> Group:
+        """The group that a running sequence is in. One without a slot, which only scores its prompt, touches none."""
+        return self._groups[(sequence.slot or 0) % len(self._groups)]
+
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._config.page_size)
 
@@ -249,7 +286,7 @@ class Scheduler:
 
     def _awaits_pages_of_another(self, sequence: Sequence) -> bool:
         page = self._config.page_size
-        if self.cache is None or not self._caches(sequence) or len(sequence.tokens) <= page:
+        if not self._caches(sequence) or len(sequence.tokens) <= page:
             return False
         begin, regime = sequence.tokens[:page], self._regime(sequence)
         return any(
@@ -262,47 +299,63 @@ class Scheduler:
         )
 
     def _caches(self, sequence: Sequence) -> bool:
-        return self.cache is not None and sequence.use_cache and sequence.max_tokens > 0
+        return self._groups[0].cache is not None and sequence.use_cache and sequence.max_tokens > 0
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Slot and pages for a prompt. A sequence that only scores its prompt needs neither."""
         if not sequence.max_tokens:
             return True
-        if not self._free_slots:
-            return False
-        shared = []
-        if self.cache is not None and self._caches(sequence):
-            shared = self.cache.match(sequence.tokens, self._regime(sequence))
+        return any(self._reserve_in(group, sequence) for group in self._by_preference(sequence))
+
+    def _by_preference(self, sequence: Sequence) -> list[Group]:
+        """The groups with a free slot, the best first."""
+        if len(self._groups) == 1:
+            return [group for group in self._groups if group.free_slots]
+        freest = max(len(group.free_slots) for group in self._groups)
+        slack = max(1, self._config.group_slots // 4)  # sequences that a group may have beyond the emptiest, for its cache's sake
+
+        def preference(group: Group) -> tuple[int, int]:
+            balanced = freest - len(group.free_slots) <= slack
+            cached = group.cache.known(sequence.tokens, self._regime(sequence)) if balanced and self._caches(sequence) else 0
+            return -cached, -len(group.free_slots)
+
+        return sorted((group for group in self._groups if group.free_slots), key=preference)
+
+    def _reserve_in(self, group: Group, sequence: Sequence) -> bool:
+        shared = group.cache.match(sequence.tokens, self._regime(sequence)) if self._caches(sequence) else []
         needed = self._pages_for(len(sequence.tokens)) - len(shared)
-        if needed + len(self._running) > self.pool.available:
-            self.pool.release(shared)
+        running = sum(self._group_of(other) is group for other in self._running)
+        if needed + running > group.pool.available:
+            group.pool.release(shared)
             return False
-        sequence.pages = shared + self.pool.allocate(needed)
+        sequence.pages = shared + group.pool.allocate(needed)
         sequence.shared_pages = len(shared)
-        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.slot = heapq.heappop(group.free_slots)
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """One more page, at the cost of younger sequences if need be. False: there was none younger, it was put back
         itself."""
+        group = self._group_of(sequence)
         while True:
             try:
-                sequence.pages += self.pool.allocate(1)
+                sequence.pages += group.pool.allocate(1)
                 return True
             except OutOfPages:
-                youngest = _youngest(other for other in self._running if other.pages)
+                youngest = _youngest(other for other in self._running if other.pages and self._group_of(other) is group)
                 self.put_back(youngest)
                 if youngest is sequence:
                     return False
 
     def _vacate(self, sequence: Sequence) -> None:
         self._running.discard(sequence)
-        if sequence.stage is Stage.DECODE and self.cache is not None:
+        group = self._group_of(sequence)
+        if sequence.stage is Stage.DECODE and group.cache is not None:
             # The last token's page may not be written yet: it is the input of a step that may never be dispatched.
-            self.cache.store(sequence.tokens[:-1], sequence.pages, sequence.regime)
-        self.pool.release(sequence.pages)
+            group.cache.store(sequence.tokens[:-1], sequence.pages, sequence.regime)
+        group.pool.release(sequence.pages)
         if sequence.slot is not None:
-            heapq.heappush(self._free_slots, sequence.slot)
+            heapq.heappush(group.free_slots, sequence.slot)
         sequence.slot = None
         sequence.pages = []
         sequence.shared_pages = 0

@@ -37,6 +37,7 @@ from engine.config import (
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.peft import Adapter, adapter_layout, open_adapter
+from engine.sharding import device_order
 from engine.weights import Weights
 from server.config.commands import ServeConfig, resolve_batch_sizes, resolve_max_len, resolve_prefill_buckets
 from server.errors import StartError
@@ -130,11 +131,12 @@ def open_adapters(config: ServeConfig, model: ModelConfig) -> tuple[Adapter, ...
 
 
 def select_devices(config: ServeConfig) -> list[jax.Device]:
-    """The first ``--tp`` devices of this machine."""
-    devices = jax.local_devices()
-    if config.tp > len(devices):
-        raise StartError(f"--tp {config.tp} needs {config.tp} devices, this machine has {len(devices)} ({devices[0].platform})")
-    return devices[: config.tp]
+    """The first devices of this machine, as many as ``--dp`` x ``--ep`` x ``--tp``."""
+    devices, wanted = device_order(jax.local_devices()), config.dp * config.ep * config.tp
+    if wanted > len(devices):
+        given = " x ".join(f"--{name} {getattr(config, name)}" for name in ("dp", "ep", "tp") if getattr(config, name) > 1)
+        raise StartError(f"{given} needs {wanted} devices, this machine has {len(devices)} ({devices[0].platform})")
+    return devices[:wanted]
 
 
 def engine_config(
@@ -156,13 +158,15 @@ def engine_config(
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,
         tp=config.tp,
+        dp=config.dp,
+        ep=config.ep,
         layers=layer_layout(platform),
         attention=attention_choice(config.attention, platform),
         lanes=vector_lanes(platform),
         adapters=adapter_layout(adapters),
         call_bytes=call_bytes(platform),
     )
-    return dataclasses.replace(layout, kv_pages=1 + layout.slots * layout.pages_per_slot)  # and the scratch page
+    return dataclasses.replace(layout, kv_pages=1 + layout.group_slots * layout.pages_per_slot)  # and the scratch page
 
 
 @dataclasses.dataclass(frozen=True)

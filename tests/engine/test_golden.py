@@ -112,7 +112,7 @@ def test_fetched_pages_continue_like_computed_ones(plain_runner):
     first, _ = plain_runner.start(prompt, slot=0)
     shared = 4 * engine.config.page_size
     prefix = engine.acquire_prefix()
-    engine.fetch(prefix, np.array(first.pages[:4], np.int32), np.array(prompt[:shared], np.int32))
+    engine.fetch(prefix, np.array(first.pages[:4], np.int32), np.array(prompt[:shared], np.int32), slot=0)
     options = SamplingParams(logprobs=True)
     step = engine.prefill(prefix, np.array(prompt[shared:], np.int32), shared, options, last=True)
     own = plain_runner.free_pages.pop()

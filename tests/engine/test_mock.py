@@ -63,12 +63,12 @@ def test_fetch_brings_pages_back_and_checks_their_content():
     engine = MockEngine()
     start(engine, "abcdefgh", 0, [1, 2])
     prefix = engine.acquire_prefix()
-    engine.fetch(prefix, np.array([1, 2]), tokens("abcdefgh"))
+    engine.fetch(prefix, np.array([1, 2]), tokens("abcdefgh"), slot=0)
     first = engine.prefill(prefix, tokens("i"), 8, GREEDY, last=True)
     engine.insert(prefix, first, 1, np.array([1, 2, 3]), 9, GREEDY, shared_pages=2)
     assert engine.read(engine.generate([Row(1, 3)])).tokens[0] == ord("k")
     with pytest.raises(Misuse, match="fetched page 1"):
-        engine.fetch(engine.acquire_prefix(), np.array([1]), tokens("abcx"))
+        engine.fetch(engine.acquire_prefix(), np.array([1]), tokens("abcx"), slot=0)
 
 
 def test_missing_fetch_is_seen():

@@ -152,7 +152,7 @@ def test_a_prefix_that_was_fetched_gives_the_same(tmp_path):
     runner = Runner(engine)
     first, _ = runner.start(PROMPT, 0)
     prefix = engine.acquire_prefix()
-    engine.fetch(prefix, np.array(first.pages[:4], np.int32), np.array(PROMPT[:64], np.int32))
+    engine.fetch(prefix, np.array(first.pages[:4], np.int32), np.array(PROMPT[:64], np.int32), slot=0)
     step = engine.prefill(prefix, np.array(PROMPT[64:], np.int32), 64, SamplingParams(logprobs=True), last=True)
     assert engine.read(step).logprobs[0] == pytest.approx(first.logprobs[0], abs=1e-5)
     assert isinstance(engine.abstract_state.k_pages[0], Quantized)

@@ -54,6 +54,20 @@ def test_golden_answers_under_pressure(prefix_cache):
         assert server.gauges() == (0, 0, 0, 0)
 
 
+def test_golden_answers_of_two_groups():
+    """Each group has its slots, its pages and its cache; requests are more than slots, and each comes twice."""
+    split = make_engine(TINY, kv_pages=1 + 16, prefill_buckets=(64,), batch_sizes=(4,), dp=2, tp=2, layers="scanned")
+    with serving(engine=split) as server:
+        recorders = [(index, ask(server, index)) for index in (*PROMPTS, *PROMPTS)]
+        for index, recorder in recorders:
+            assert answer(recorder) == GOLDEN[f"greedy_{index}"].tolist()
+        longest = max(PROMPTS, key=lambda index: len(GOLDEN[f"prompt_{index}"]))
+        again = ask(server, longest)
+        assert answer(again) == GOLDEN[f"greedy_{longest}"].tolist()
+        assert again.usage.cached_tokens == (len(GOLDEN[f"prompt_{longest}"]) - 1) // 16 * 16
+        assert server.gauges() == (0, 0, 0, 0)
+
+
 def test_a_repeated_prompt_is_cached():
     with serving(engine=engine()) as server:
         longest = max(PROMPTS, key=lambda index: len(GOLDEN[f"prompt_{index}"]))

@@ -109,7 +109,7 @@ def test_the_youngest_is_put_back_and_keeps_its_tokens():
     assert (old.stage, young.stage) == (Stage.DECODE, Stage.WAITING)
     assert young.tokens == [*b"cd", 1]
     assert (young.planned, young.pages, young.slot) == (1, [], None)
-    assert scheduler.pool.used == 3
+    assert scheduler.pages_used == 3
     assert scheduler.commit(young, 0, 5) is False  # what was on its way is dropped
     assert scheduler.commit(old, 0, 5) is True
     assert scheduler.admit() is None  # two pages are there, but one is for the elder's next position
@@ -131,7 +131,7 @@ def test_samples_wait_for_the_pages_of_the_first_and_share_them():
     assert scheduler.admit() is samples[1]
     assert samples[1].pages[:2] == samples[0].pages[:2]
     assert scheduler.next_chunk(samples[1]).start == 8
-    assert scheduler.pool.used == 3 + 3 + 1
+    assert scheduler.pages_used == 3 + 3 + 1
 
 
 def test_a_conversation_finds_its_last_turn():
@@ -169,6 +169,35 @@ def test_scoring_needs_a_prefix_only():
     assert scored.slot is None and scored.pages == []
 
 
+def test_groups_are_filled_evenly_and_have_their_own_pages():
+    """Five pages in each of two groups; slots 0 and 2 are the first one's."""
+    scheduler = Scheduler(mock_config(slots=4, prefixes=4, page_size=4, kv_pages=6, max_len=16, dp=2))
+    admitted = []
+    for arrival, prompt in enumerate((b"aaaaa", b"bbbbb", b"ccccc", b"ddddd")):
+        scheduler.add(sequence(arrival, prompt, 8))
+        admitted.append(scheduler.admit())
+        prefill(scheduler, admitted[-1])
+    assert [each.slot for each in admitted] == [0, 1, 2, 3]
+    assert [each.pages for each in admitted] == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert (scheduler.pages_used, scheduler.pages_total) == (8, 10)
+    for _ in range(3):
+        scheduler.plan()
+    assert [row.slot for row in scheduler.plan()] == [0, 1]  # the younger of each group is put back for the elder's third page
+    assert [each.pages for each in admitted] == [[1, 2, 5], [1, 2, 5], [], []]
+
+
+def test_a_cached_prompt_draws_to_its_group_unless_that_is_too_full():
+    scheduler = Scheduler(mock_config(slots=16, prefixes=8, page_size=4, dp=2))
+    groups = []
+    for arrival, prompt in enumerate((b"xx", b"same prompt", b"yy", *[b"same prompt"] * 6)):
+        scheduler.add(each := sequence(arrival, prompt, 16))
+        assert scheduler.admit() is each
+        groups.append(each.slot % 2)
+        prefill(scheduler, each)
+    # Cached in group 1, which may have two sequences (a quarter of its slots) more than group 0. Then it is cached in both.
+    assert groups == [0, 1, 0, 1, 1, 1, 1, 0, 0]
+
+
 class Driver:
     """Scheduler and mock engine in one thread, one step ahead like the real loop."""
 
@@ -195,7 +224,7 @@ class Driver:
         if admitted.shared_pages:
             shared = admitted.pages[: admitted.shared_pages]
             size = self.engine.config.page_size * len(shared)
-            self.engine.fetch(prefix, np.array(shared), np.array(admitted.tokens[:size]))
+            self.engine.fetch(prefix, np.array(shared), np.array(admitted.tokens[:size]), slot=admitted.slot)
         while True:
             chunk = self.scheduler.next_chunk(admitted)
             step = self.engine.prefill(prefix, chunk.tokens, chunk.start, GREEDY, last=chunk.last)
@@ -220,9 +249,11 @@ class Driver:
     kv_pages=st.integers(13, 24),
     prefix_cache=st.booleans(),
     cancelled=st.dictionaries(st.integers(0, 7), st.integers(0, 30), max_size=2),
+    groups=st.sampled_from([1, 2]),
 )
-def test_whatever_the_pressure_everybody_ends_with_the_right_tokens(prompts, kv_pages, prefix_cache, cancelled):
-    driver = Driver(mock_config(slots=4, page_size=2, kv_pages=kv_pages, max_len=24, prefill_chunk=4), prefix_cache)
+def test_whatever_the_pressure_everybody_ends_with_the_right_tokens(prompts, kv_pages, prefix_cache, cancelled, groups):
+    config = mock_config(slots=4, page_size=2, kv_pages=kv_pages, max_len=24, prefill_chunk=4, dp=groups)
+    driver = Driver(config, prefix_cache)
     sequences = [sequence(arrival, prompt.encode(), count) for arrival, (prompt, count) in enumerate(prompts)]
     for each in sequences:
         assert driver.scheduler.misfit(each.prompt_tokens, each.max_tokens) is None
@@ -237,7 +268,7 @@ def test_whatever_the_pressure_everybody_ends_with_the_right_tokens(prompts, kv_
     else:
         raise AssertionError("somebody never ends")
     assert driver.engine.violations == []
-    assert (driver.scheduler.pool.used, driver.scheduler.slots_used) == (0, 0)
+    assert (driver.scheduler.pages_used, driver.scheduler.slots_used) == (0, 0)
     for each, (prompt, count) in zip(sequences, prompts, strict=True):
         text = letters(prompt.encode(), count)
         got = bytes(each.tokens[each.prompt_tokens :]).decode()
