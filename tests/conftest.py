@@ -8,6 +8,7 @@ test-fast`. The mark is checked here: whatever compiles without it fails.
 import os
 import pathlib
 import re
+import tempfile
 
 from tests import xla
 
@@ -57,6 +58,13 @@ def refuse_compiles(item):
 pytest_runtest_setup = pytest.hookimpl(wrapper=True)(refuse_compiles)
 pytest_runtest_call = pytest.hookimpl(wrapper=True)(refuse_compiles)
 pytest_runtest_teardown = pytest.hookimpl(wrapper=True)(refuse_compiles)
+
+
+@pytest.fixture
+def short_folder():
+    """A folder whose path leaves room for that of a socket, which ``tmp_path`` does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,7 +17,9 @@ import asyncio
 import concurrent.futures
 import hmac
 import logging
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -44,6 +46,7 @@ __all__ = ["PROOF_METADATA", "GrpcServer"]
 logger = logging.getLogger(__name__)
 
 STOP_GRACE = 1.0  # seconds that running calls get when the server is stopped
+LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a socket's path: sun_path without its NUL
 OPEN_METHODS = frozenset(
     {f"/{DECODE}/HealthCheck"}
     | {f"/{PREHEAT}/{name}" for name in ("State", "Warmup", "Metrics", "CountInvalid")}
@@ -148,11 +151,20 @@ class GrpcServer:
         """Binds the ports and serves; returns once it does.
 
         Raises:
-            StartError: the port is taken, or the certificate cannot be used.
+            StartError: the port is taken, the certificate cannot be used, or the temporary directory cannot.
         """
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._folder = PrivateFolder()
-        self.local_address = f"unix:{self._folder.path / 'grpc.sock'}"
+        try:
+            self._folder = PrivateFolder()
+        except OSError as error:
+            raise StartError(f"the temporary directory cannot be used ({error}); set TMPDIR to one that can") from None
+        path = str(self._folder.path / "grpc.sock")
+        if (length := len(os.fsencode(path))) > LONGEST_SOCKET:
+            self._clean()
+            raise StartError(
+                f"the path of a socket, {path}, has {length} bytes, and the system allows {LONGEST_SOCKET}; set TMPDIR to a shorter one"
+            )
+        self.local_address = f"unix:{path}"
         self._thread = threading.Thread(target=self._run, args=(started,), name="preheat-grpc", daemon=True)
         self._thread.start()
         try:

@@ -55,16 +55,14 @@ def test_a_second_manual_start_compiles_nothing(cache):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_ready_ends_at_once(tmp_path, number):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    server = ServerProcess(TINY, tmp_path / "cache", *OPTIONS, environment={"TMPDIR": str(temporary)})
+def test_a_signal_before_ready_ends_at_once(tmp_path, number, short_folder):
+    server = ServerProcess(TINY, tmp_path / "cache", *OPTIONS, environment={"TMPDIR": str(short_folder)})
     try:
         server.wait_listening()
-        assert list(temporary.glob("preheat-serve-*/grpc.sock"))
+        assert list(short_folder.glob("preheat-serve-*/grpc.sock"))
         server.process.send_signal(number)
         assert server.wait(10) == 128 + number
-        assert not list(temporary.glob("preheat-serve-*"))
+        assert not list(short_folder.glob("preheat-serve-*"))
     finally:
         server.kill()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from server.errors import StartError
 from server.grpc import private_folder
 from server.grpc.private_folder import PREFIX, PrivateFolder, remove_abandoned
 from server.grpc.server import GrpcServer
@@ -18,9 +19,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def parent(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def parent(short_folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    return short_folder
 
 
 @pytest.fixture
@@ -113,3 +114,15 @@ def test_a_server_has_one_while_it_lives_and_clears_away_what_was_left(parent, o
     finally:
         server.stop()
     assert list(parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("depth", [1, 120])
+def test_a_temporary_directory_that_cannot_be_used_is_named(tmp_path, monkeypatch, depth):
+    """One that is not there, and one whose sockets would have paths of more than the 108 bytes of Linux's ``sun_path``."""
+    long = tmp_path / ("x" * depth)
+    if depth > 100:
+        long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(StartError, match=f"{long}.*TMPDIR"):
+        GrpcServer("mock", metrics=Metrics()).start()
+    assert depth == 1 or list(long.iterdir()) == []
