@@ -1,44 +1,20 @@
 """Model families: how a Hugging Face config and its tensor names map onto the one decoder.
 
-A family is a small file that makes a `Family`; adding one is a matter of writing it and listing it in `FAMILIES`.
-Families are found by the config's ``architectures``, or by its ``model_type`` where that is absent. Everything a family
-does not understand is an error that names the field: a default taken in silence is a model that answers wrong.
+A family is a `Family` at the top of a module of this package; it is found here, so that nothing else has to list it
+(``docs/models.md`` shows one being added). Which family a model is of, its config's ``architectures`` say, or its
+``model_type`` where that is absent. Everything a family does not understand is an error that names the field: a default
+taken in silence is a model that answers wrong.
 """
 
 from __future__ import annotations
 
 from engine.config import ConfigError, ModelConfig
+from engine.discovery import declared, unique
 from engine.families.family import Family, TensorNames
-from engine.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_VISION
-from engine.families.gpt_oss import GPT_OSS
-from engine.families.granite import GRANITE
-from engine.families.llama import LLAMA
-from engine.families.mistral import MISTRAL
-from engine.families.mixtral import MIXTRAL
-from engine.families.olmo2 import OLMO2
-from engine.families.phi3 import PHI3
-from engine.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from engine.families.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "TensorNames", "find_family", "get_family", "load_config"]
 
-FAMILIES: tuple[Family, ...] = (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3_VISION,
-    PHI3,
-    OLMO2,
-    SMOLLM3,
-    GRANITE,
-    GPT_OSS,
-)
+FAMILIES = unique(declared(__name__, Family), "name", "architecture", "model_type")
 
 
 def find_family(hf: dict) -> Family:
