@@ -48,26 +48,38 @@ class Collective:
         return f"{self.times} x {self.kind} of {self.shape} over {' and '.join(self.axes)}"
 
 
-def collectives(program: Program, compiled: jax.stages.Compiled, mesh: Mapping[str, int]) -> list[Collective]:
-    """Those of a program's executable, the most bytes first. ``mesh`` are the sizes of its axes, in order."""
-    return parse(_text(program, compiled), mesh)
+class Listing:
+    """Lists the collectives of programs while they are compiled.
+
+    A TPU's compiler has to print its HLO itself: what it fuses collectives with, JAX's own XLA cannot print.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], platform: str):
+        self.found: dict[str, list[Collective]] = {}  # by program
+        self._mesh, self._printed = mesh, platform == "tpu"
+        self._folder = tempfile.TemporaryDirectory(prefix="preheat-hlo-")
+
+    def options(self, program: Program) -> dict[str, str | bool]:
+        """What a program is to be compiled with."""
+        return {"xla_dump_to": str(self._of(program)), "xla_dump_hlo_as_text": True} if self._printed else {}
+
+    def add(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        if not self._printed:
+            text = compiled.as_text()
+        else:
+            (file,) = self._of(program).glob("*after_optimizations.txt")
+            text = file.read_text()
+        self.found[program.name] = collectives(text, self._mesh)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def _of(self, program: Program) -> pathlib.Path:
+        return pathlib.Path(self._folder.name, program.name.replace("/", "-"))
 
 
-def _text(program: Program, compiled: jax.stages.Compiled) -> str:
-    """Optimized HLO. Where a TPU's has something that JAX's own XLA cannot print (collectives fused with what they wait for), the
-    compiler prints it itself: it has to compile once more."""
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        with tempfile.TemporaryDirectory() as folder:
-            options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            program.trace().lower().compile(compiler_options=options)
-            (file,) = pathlib.Path(folder).glob("*after_optimizations.txt")
-            return file.read_text()
-
-
-def parse(text: str, mesh: Mapping[str, int]) -> list[Collective]:
-    """As `collectives`, of optimized HLO."""
+def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+    """Those of one program's optimized HLO, the most bytes first. ``mesh`` are the sizes of its axes, in order."""
     computations, entry = _computations(text)
     counts: collections.Counter[tuple] = collections.Counter()
 

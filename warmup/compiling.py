@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -26,6 +26,7 @@ from warmup.xla_cache import XlaCache
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+CompilerOptions = Mapping[str, str | int | bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,12 @@ def compile_programs(
     *,
     cache: XlaCache | None = None,
     workers: int | None = None,
+    options: Callable[[Program], CompilerOptions] = lambda program: {},
 ) -> list[Result]:
     """Compiles programs and calls ``use`` on each in the worker that compiled it.
 
-    A program that fails with an entry of ``cache``, JAX's persistent cache, is compiled without it, once, after a warning.
+    A program that fails with an entry of ``cache``, JAX's persistent cache, is compiled without it, once, after a warning. ``options`` are
+    XLA's for each program, by their names.
 
     Raises:
       WarmupError: a program failed to trace, lower, compile or to be used; named, and the first in the order of the
@@ -71,7 +74,7 @@ def compile_programs(
                 began = time.perf_counter()
                 lowered = _lower(program)
                 seconds = time.perf_counter() - began
-                futures.append(pool.submit(_compile, program, lowered, seconds, guard, cache, use))
+                futures.append(pool.submit(_compile, program, lowered, seconds, guard, cache, options(program), use))
             return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -88,12 +91,13 @@ def _compile(
     seconds_trace: float,
     guard: Guard,
     cache: XlaCache | None,
+    options: CompilerOptions,
     use: Callable[[Compilation], Result],
 ) -> Result:
     def compile() -> Compilation:
         began = time.perf_counter()
         with guard.watch() as counts:
-            compiled = naming(program, "compile", lowered.compile)
+            compiled = naming(program, "compile", lambda: lowered.compile(compiler_options=options or None))
         seconds = time.perf_counter() - began
         memory = memory_of(compiled)
         check_donation(program, memory)

@@ -24,7 +24,7 @@ import jax
 from engine.config import EngineConfig
 from engine.sharding import device_order, ways
 from warmup import aot
-from warmup.collectives import Collective, collectives
+from warmup.collectives import Collective, Listing
 from warmup.compiling import Compilation, compile_programs
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber
@@ -182,7 +182,7 @@ def build_target(
     store = open_store(root, model, config, devices, budget=budget)
     pages = resolve_kv_pages(make, config, budget, stored=store.resolved.get("kv_pages"))
 
-    moves: dict[str, list[Collective]] = {}
+    listing = Listing(dataclasses.asdict(ways(config)), devices[0].platform) if list_moves and len(devices) > 1 else None
 
     def compile_all(engine: Engine, describer: ArgumentDescriber) -> tuple[dict[str, ProgramMemory], list[Pending]]:
         programs = engine.programs()
@@ -196,12 +196,13 @@ def build_target(
             report.prepared(
                 done.program.name, "compiled", done.memory, trace=done.seconds_trace, compile=done.seconds_compile
             )
-            if list_moves and len(devices) > 1:
-                moves[done.program.name] = collectives(done.program, done.compiled, dataclasses.asdict(ways(config)))
+            if listing is not None:
+                listing.add(done.program, done.compiled)
             return done.memory, pending
 
         with aot.no_persistent_cache():
-            results = compile_programs(programs, guard, use, workers=workers)
+            options = {} if listing is None else {"options": listing.options}
+            results = compile_programs(programs, guard, use, workers=workers, **options)
         names = [program.name for program in programs]
         return dict(zip(names, (memory for memory, _ in results), strict=True)), [item for _, item in results if item]
 
@@ -220,5 +221,8 @@ def build_target(
         arguments={program.name: describer.describe(program) for program in programs},
         groups=describer.groups,
     )
-    ordered = {program.name: moves[program.name] for program in programs if program.name in moves}
-    return Build(plan, report, store, tuple(item.name for item in pending), ordered)
+    moves = {}
+    if listing is not None:
+        moves = {program.name: listing.found[program.name] for program in programs}
+        listing.close()
+    return Build(plan, report, store, tuple(item.name for item in pending), moves)

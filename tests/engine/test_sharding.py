@@ -200,4 +200,4 @@ def test_what_moves_in_a_decode_step_with_experts():
 def moved(folder, layout):
     engine = describe_engine(folder, **{**LAYOUT, **layout})
     (program,) = (program for program in engine.programs() if program.name == "generate/8")
-    return {str(one) for one in collectives(program, program.trace().lower().compile(), engine.mesh.shape)}
+    return {str(one) for one in collectives(program.trace().lower().compile().as_text(), engine.mesh.shape)}

@@ -16,9 +16,10 @@ REPO = Path(__file__).resolve().parents[2]
 # allocates, and small models, which compile fast.
 SCRIPT = """
 import dataclasses, json
-from engine.config import EngineConfig, LayerKind, ModelConfig
+from engine.config import EngineConfig, LayerKind, ModelConfig, MoeConfig
 from engine.jax_engine import JaxEngine
 from engine.programs import bytes_per_device
+from warmup.collectives import Listing
 from warmup.target import parse_target, target_devices
 
 narrow = ModelConfig("llama", 512, 256, 256, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=64, max_position=4096)
@@ -41,6 +42,14 @@ for name, model, target, tp, batches, buckets in (
         programs[program.name] = [memory.temp_size_in_bytes, memory.alias_size_in_bytes, program.donated_bytes]
     pool = bytes_per_device(engine.abstract_state.k_pages[0])
     result[name] = {"attention": engine.attention.explain(), "pool": pool, "programs": programs}
+experts = dataclasses.replace(wide, num_kv_heads=1, moe=MoeConfig(8, 2, True))
+config = dataclasses.replace(config, slots=8, batch_sizes=(8,), kv_pages=17, dp=1, ep=2, tp=2)
+engine = JaxEngine(experts, config, target_devices(parse_target("v5e-4"), 4))
+listing = Listing(dict(engine.mesh.shape), "tpu")
+(program,) = (program for program in engine.programs() if program.name == "generate/8")
+listing.add(program, program.trace().lower().compile(compiler_options=listing.options(program)))
+listing.close()
+result["moves"] = [(one.times, one.bytes, one.axes) for one in listing.found["generate/8"]]
 print(json.dumps(result))
 """
 
@@ -65,6 +74,14 @@ def test_no_program_copies_a_pool(built, name):
     for program, (temporary, aliased, donated) in programs.items():
         assert temporary < pool / 4, f"{program} takes {temporary / 2**20:.0f} MiB of temporaries, a pool {pool / 2**20:.0f}"
         assert aliased >= donated, program
+
+
+def test_what_moves_in_a_decode_step_of_experts(built):
+    """Eight rows of 256 on two groups of two devices, two layers. As on CPU (`test_sharding.py`): each layer's tokens to the experts and back,
+    five sums over heads and widths, the logits; but of so little the TPU's compiler gathers and scatters by sums."""
+    times = {axis: sum(times for times, _, axes in built["moves"] if axes == [axis]) for axis in ("expert", "tensor")}
+    assert times == {"expert": 2 + 2, "tensor": 5 + 1}
+    assert max(size for _, size, _ in built["moves"]) <= 8 * 512 * 2  # the logits of all rows: no weights, no keys
 
 
 def test_kernels_compile_for_what_they_are_chosen_for(built):

@@ -1,6 +1,6 @@
 """What moves between devices, read from HLO as XLA prints it on CPU and TPU: loops, conditions, both spellings of groups of devices."""
 
-from warmup.collectives import parse
+from warmup.collectives import collectives
 
 HLO = """HloModule step, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
 
@@ -57,7 +57,7 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
 
 def test_counts_sizes_and_axes():
     """Devices 0 and 1 differ in `tensor`, 0 and 2 in `data`; no groups: everybody."""
-    found = {str(one): one.bytes for one in parse(HLO, {"data": 2, "expert": 1, "tensor": 2})}
+    found = {str(one): one.bytes for one in collectives(HLO, {"data": 2, "expert": 1, "tensor": 2})}
     assert found == {
         "80 x all-reduce of f32[4,8] over tensor": 4 * 8 * 4,
         "80 x all-gather of bf16[8,8] over data": 8 * 8 * 2,
