@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.checkpoints.dequantize import dequantize
+from engine.checkpoints.dequantize import dequantize, readable_types
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf_architectures import ARCHITECTURES
 from engine.checkpoints.gguf_file import GgufFile
@@ -82,7 +82,7 @@ class GgufCheckpoint:
         except NotImplementedError:
             raise CheckpointError(
                 f"{self.path}: tensor {gguf_name} has type {kind.name}, which cannot be dequantized; "
-                "use another quantization, such as Q8_0"
+                f"use another quantization, such as Q8_0; served are {', '.join(readable_types())}"
             ) from None
         if self.converted.norm_offset and name.endswith("norm.weight"):
             return values.astype(np.float32) - np.float32(self.converted.norm_offset)

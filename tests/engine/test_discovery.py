@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from engine import families
+from engine.checkpoints import gguf_blocks, quant_methods
 from engine.discovery import declared, modules, unique
 from engine.families.family import Family
 
@@ -36,6 +37,25 @@ def test_the_documented_family_is_found_where_it_is_saved(drawer, monkeypatch):
     assert names == sorted(names)
     monkeypatch.setattr(families, "FAMILIES", found)
     assert families.find_family({"architectures": ["SeedOssForCausalLM"]}).name == "seed_oss"
+
+
+def test_quantized_formats_are_found_where_they_are_saved(drawer):
+    folder = drawer(quant_methods)
+    (folder / "mine.py").write_text(
+        "from engine.checkpoints.quant_methods.base import QuantMethod\nMINE = QuantMethod('mine', lambda stored, config: {})\n"
+    )
+    found = declared("engine.checkpoints.quant_methods", quant_methods.QuantMethod)
+    assert [method.name for method in found if method not in quant_methods.METHODS] == ["mine"]
+
+
+def test_block_types_are_found_where_they_are_saved(drawer):
+    folder = drawer(gguf_blocks)
+    (folder / "mine.py").write_text(
+        "import gguf\nfrom engine.checkpoints.gguf_blocks.base import BlockType\n"
+        "Q6_K = BlockType(gguf.GGMLQuantizationType.Q6_K, lambda blocks, out: None)\n"
+    )
+    found = declared("engine.checkpoints.gguf_blocks", gguf_blocks.BlockType)
+    assert [block.type.name for block in found if block.type not in gguf_blocks.BLOCK_TYPES] == ["Q6_K"]
 
 
 def test_what_two_modules_name_is_found_once(drawer):

@@ -12,6 +12,7 @@ from gguf import quants
 
 from engine.agreement import read_model
 from engine.checkpoints import CheckpointError, open_checkpoint
+from engine.checkpoints.gguf_blocks import BLOCK_TYPES
 from engine.config import ConfigError
 from engine.families import load_config
 from tests.engine.loader_harness import load
@@ -125,10 +126,21 @@ def test_many_blocks_are_dequantized_alike(tmp_path):
     """More blocks than one piece of the fast path holds."""
     weights = hf_weights()
     weights["model.embed_tokens.weight"] = np.random.default_rng(1).normal(size=(9001, HIDDEN)).astype(np.float32)
-    for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_1):
+    assert {Type.Q8_0, Type.Q4_0, Type.Q4_1} <= BLOCK_TYPES.keys()
+    for kind in BLOCK_TYPES:
         checkpoint = open_checkpoint(write(tmp_path / f"{kind.name}.gguf", weights, kind=kind))
         expected = quants.dequantize(quants.quantize(weights["model.embed_tokens.weight"], kind), kind)
         np.testing.assert_array_equal(checkpoint.read("model.embed_tokens.weight"), expected)
+
+
+def test_a_type_that_nobody_unpacks_is_refused_by_name(tmp_path):
+    """Q8_1 is for activations: ggml stores no weights so, and the ``gguf`` package does not read it."""
+    stored = np.zeros((VOCAB, gguf.GGML_QUANT_SIZES[Type.Q8_1][1]), np.uint8)
+    weights = {name: array for name, array in hf_weights().items() if "embed" not in name}
+    change = lambda writer: writer.add_tensor("token_embd.weight", stored, raw_dtype=Type.Q8_1)  # noqa: E731
+    checkpoint = open_checkpoint(write(tmp_path / "m.gguf", weights, change=change))
+    with pytest.raises(CheckpointError, match=r"token_embd.weight has type Q8_1.*served are BF16, .*Q4_0, Q4_1, Q4_K"):
+        checkpoint.read("model.embed_tokens.weight")
 
 
 def test_config(tmp_path):

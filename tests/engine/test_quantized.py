@@ -129,7 +129,7 @@ def test_what_is_not_quantized_stays(tmp_path):
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", None])
 def test_other_methods_are_refused_by_name(tmp_path, method):
-    with pytest.raises(CheckpointError, match=f"config.json.*{method}"):
+    with pytest.raises(CheckpointError, match=f"config.json.*{method}.*served are compressed-tensors, fp8, "):
         open_checkpoint(write(tmp_path, {"quant_method": method}, {NAME: np.ones((2, 2), np.int8)}))
     with pytest.raises(ConfigError, match=f"quantization_config.*{method}"):
         load_config({"model_type": "llama", "quantization_config": {"quant_method": method}})
@@ -162,6 +162,16 @@ PACKED = {
             {"quant_method": "compressed-tensors"},
             {NAME: np.ones((2, 2), np.int8), NAME + "_zero_point": np.ones((2, 1), np.int8)},
             "asymmetric",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "naive-quantized", "config_groups": {"0": {"weights": {"num_bits": 8}}}},
+            {NAME + "_packed": np.ones((2, 2), np.int32), NAME + "_scale": np.ones((2, 1), np.float32)},
+            "weight_packed is packed, which no group",
+        ),
+        (
+            {**PACKED, "config_groups": {"0": {"weights": {"num_bits": 4}}}},
+            {NAME + "_packed": np.ones((2, 2), np.int32)},
+            "weight_packed has no .*weight_scale",
         ),
     ],
 )
