@@ -45,12 +45,13 @@ $(VENV)/.test: pyproject.toml $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/.serve
 
-# Regenerates the committed protos/*_pb2*.py with the oldest grpcio-tools that pyproject.toml allows: what a newer one generates
-# refuses to run with the older grpcio and protobuf that are allowed too.
+# Regenerates the committed protos/*_pb2* and their types, with the oldest grpcio-tools that pyproject.toml allows: what a newer
+# one generates refuses to run with the older grpcio and protobuf that are allowed too.
 protos:
 	$(PYTHON) -m venv build/protos
-	build/protos/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0
-	build/protos/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/orchestrator.proto protos/preheat.proto
+	build/protos/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 mypy-protobuf==5.1.0
+	PATH=build/protos/bin:$$PATH python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \
+	    protos/orchestrator.proto protos/preheat.proto
 
 clean:
 	rm -rf $(VENV) build *.egg-info engine/native/*.so

@@ -75,8 +75,8 @@ class Soak:
             AsyncClient(self._grpc_address) as self._grpc,
         ):
             await self._settled()
-            state = await self._grpc.call("State", preheat_pb2.StateRequest())
-            card = await self._grpc.call("ModelCard", preheat_pb2.ModelCardRequest())
+            state = await self._grpc.call(lambda preheat: preheat.State, preheat_pb2.StateRequest())
+            card = await self._grpc.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest())
             self._slots, self._capacity, self._max_len = state.slots, state.capacity, card.max_len
             await self._make_cases()
             await self._warm_up()

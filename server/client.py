@@ -14,15 +14,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
 from protos import conventions, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server import errors
+
+if TYPE_CHECKING:
+    from protos.preheat_pb2_grpc import PreheatAsyncStub
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", conventions.MESSAGE_LIMIT),
@@ -94,8 +100,10 @@ def decode_request(prompt: str | Sequence[int], *, max_tokens: int = 0, n: int =
 
 def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
     """The error of ours that a failed call stands for."""
-    code, message = error.code(), error.details() or error.code().name  # type: ignore[attr-defined]
-    metadata = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
+    code, message = error.code(), error.details() or error.code().name
+    # Pairs, whatever their type stubs say.
+    trailing = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    metadata = {name: value for name, value in trailing}
     try:
         detail = json.loads(metadata.get(conventions.ERROR, "{}"))
     except ValueError:
@@ -199,39 +207,39 @@ class Client:
             collector.add(message)
         return collector.completion()
 
-    def call(self, method: str, request: Any) -> Any:
-        """A method of the ``preheat.v1.Preheat`` service."""
+    def call(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
+        """Calls a method of the stub ``preheat``, such as ``client.preheat.State``."""
         try:
-            return getattr(self.preheat, method)(request, timeout=self._timeout, metadata=self._metadata)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
     def state(self) -> preheat_pb2.StateResponse:
-        return self.call("State", preheat_pb2.StateRequest())
+        return self.call(self.preheat.State, preheat_pb2.StateRequest())
 
     def tokenize(self, text: str, **options: Any) -> list[int]:
         """Token ids; options are fields of ``TokenizeRequest``, such as ``add_bos``."""
-        return list(self.call("Tokenize", preheat_pb2.TokenizeRequest(text=text, **options)).token_ids)
+        return list(self.call(self.preheat.Tokenize, preheat_pb2.TokenizeRequest(text=text, **options)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:
         """The text of token ids; options are fields of ``DetokenizeRequest``."""
-        return self.call("Detokenize", preheat_pb2.DetokenizeRequest(token_ids=token_ids, **options)).text
+        return self.call(self.preheat.Detokenize, preheat_pb2.DetokenizeRequest(token_ids=token_ids, **options)).text
 
 
 class DecodeCall:
     """A request that was accepted: iterate over its messages, or `cancel` it."""
 
-    def __init__(self, call: Any):
+    def __init__(self, call: grpc.aio.UnaryStreamCall[DecodeRequest, DecodeResponse]):
         self._call = call
 
     async def __aiter__(self) -> AsyncIterator[DecodeResponse]:
         try:
-            while (message := await self._read()) is not grpc.aio.EOF:
+            while isinstance(message := await self._read(), DecodeResponse):  # else it is grpc's EOF
                 yield message
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
-    async def _read(self) -> Any:
+    async def _read(self) -> DecodeResponse | object:
         """The next message. A read of gRPC that is cancelled itself loses some native memory, 250 bytes each time; so
         whoever leaves cancels the call, which ends the read."""
         read = asyncio.ensure_future(self._call.read())
@@ -247,7 +255,7 @@ class DecodeCall:
         self._call.cancel()
 
 
-def _nobody_waits(read: asyncio.Future[Any]) -> None:
+def _nobody_waits(read: asyncio.Future[DecodeResponse | object]) -> None:
     if not read.cancelled():
         read.exception()  # looked at, so that it is not reported as forgotten
 
@@ -277,7 +285,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self.channel.close()
+        await self.channel.close(None)
 
     async def start(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None) -> DecodeCall:
         """Sends a request and waits until it is queued; raises what it is refused with. The call must be read or
@@ -320,15 +328,15 @@ class AsyncClient:
 
     async def call(
         self,
-        method: str,
-        request: Any,
+        method: Callable[[PreheatAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
         *,
         timeout: float | None = None,
         metadata: Sequence[tuple[str, str]] | None = None,
-    ) -> Any:
-        """A method of the ``preheat.v1.Preheat`` service."""
+    ) -> Response:
+        """Calls a method of the ``preheat.v1.Preheat`` service, such as ``lambda preheat: preheat.State``."""
         try:
-            return await getattr(self.preheat, method)(
+            return await method(self.preheat)(
                 request,
                 timeout=timeout or self._timeout,
                 metadata=self._metadata if metadata is None else tuple(metadata),

@@ -13,10 +13,12 @@ import hmac
 import math
 import secrets
 import time
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
 from protos import conventions, orchestrator_pb2, orchestrator_pb2_grpc
+from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server.api import decode_fields, field_types, fields
 from server.api.fields import RequestFields
 from server.errors import InvalidRequest, ServerError, Unavailable
@@ -24,6 +26,7 @@ from server.grpc.door import PROOF_METADATA, RETRY_STARTING, Door, Model, Ticket
 from server.grpc.streams import MessageWriter, StreamSink
 from server.orchestrator import validation
 from server.orchestrator.live_request import log_outcome
+from server.orchestrator.request import GenerateRequest
 from server.telemetry.metrics import Outcome
 from server.text.guided import Guide
 from server.text.tokenizers import Tokenizer
@@ -32,10 +35,16 @@ from server.text.tokenizers import Tokenizer
 class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
     """JetStream's service."""
 
-    async def HealthCheck(self, request, context):  # noqa: N802 (the proto's name)
+    async def HealthCheck(  # noqa: N802 (the proto's name)
+        self,
+        request: orchestrator_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[orchestrator_pb2.HealthCheckRequest, orchestrator_pb2.HealthCheckResponse],
+    ) -> orchestrator_pb2.HealthCheckResponse:
         return orchestrator_pb2.HealthCheckResponse(is_live=self._server.state != "failed")
 
-    async def Decode(self, request, context):  # noqa: N802
+    async def Decode(  # noqa: N802
+        self, request: DecodeRequest, context: grpc.aio.ServicerContext[DecodeRequest, DecodeResponse]
+    ) -> AsyncIterator[DecodeResponse]:
         ticket: Ticket | None = None
         try:
             proof = self._is_proof(context)
@@ -69,15 +78,17 @@ class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
             if ticket is not None:
                 ticket.cancel()
 
-    def _is_proof(self, context: grpc.aio.ServicerContext) -> bool:
+    def _is_proof(self, context: grpc.aio.ServicerContext[DecodeRequest, DecodeResponse]) -> bool:
         """The warmup proof comes in as any client does, before the server is ready, by a key that only this process
         knows."""
         return any(
-            name == PROOF_METADATA and hmac.compare_digest(value, self._server.proof_key)
+            name == PROOF_METADATA and isinstance(value, str) and hmac.compare_digest(value, self._server.proof_key)
             for name, value in context.invocation_metadata() or ()
         )
 
-    async def _prepare(self, request: orchestrator_pb2.DecodeRequest, context: grpc.aio.ServicerContext, proof: bool):
+    async def _prepare(
+        self, request: DecodeRequest, context: grpc.aio.ServicerContext[DecodeRequest, DecodeResponse], proof: bool
+    ) -> tuple[StreamSink, MessageWriter, str | None, GenerateRequest, Model]:
         """Checks the call and makes the orchestrator's request; counts what is refused here."""
         try:
             model = self._loaded()
@@ -93,7 +104,7 @@ class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
                 text = request.text_content.text
                 validation.check_text_length(text, model.limits)
                 add_bos = parsed.add_special_tokens is not False and not request.has_bos
-                ids = await self._work(self._encode, model.tokenizer, text, add_bos, parsed.parse_special)
+                ids: Sequence[int] = await self._work(self._encode, model.tokenizer, text, add_bos, parsed.parse_special)
             elif request.WhichOneof("content") == "token_content":
                 ids = request.token_content.token_ids
             else:
@@ -142,7 +153,6 @@ class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
         )
         return StreamSink(self._server.waker, len(built.sampling)), writer, wire_prompt, built, model
 
-
     async def _guide(self, model: Model, parsed: RequestFields) -> Guide | None:
         """Compiled before the request is queued, in a thread of its own, so that a heavy one delays other such only."""
         for name in fields.GUIDED:
@@ -156,7 +166,7 @@ class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
             self._server.fault_hook("tokenize", text)
         return tokenizer.encode(text, add_bos=add_bos, parse_special=parse_special)
 
-    def _refused(self, request: orchestrator_pb2.DecodeRequest, outcome: Outcome, error: ServerError | str) -> None:
+    def _refused(self, request: DecodeRequest, outcome: Outcome, error: ServerError | str) -> None:
         """Counts and logs a request that does not reach the orchestrator."""
         self._server.metrics.outcome(outcome)
         try:

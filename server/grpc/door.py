@@ -1,5 +1,4 @@
-"""What the gRPC services share: the loaded model, the state they answer by, and how a call ends with an error.
-"""
+"""What the gRPC services share: the loaded model, the state they answer by, and how a call ends with an error."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import NoReturn, ParamSpec, Protocol, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -24,6 +23,11 @@ from server.text.guided import Guides
 from server.text.tokenizers import Tokenizer
 from server.text.tool_forms import control_markers
 from server.text.tool_use import ToolUse
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 PROOF_METADATA = "preheat-proof"  # with the server's `proof_key`: a request of the warmup proof
@@ -40,8 +44,11 @@ class Ticket(Protocol):
 class OrchestratorLike(Protocol):
     """What this door needs of `server.orchestrator.Orchestrator`."""
 
-    state: str
-    load: tuple[int, int]
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def load(self) -> tuple[int, int]: ...
 
     def submit(self, request: GenerateRequest, sink: Sink, *, proof: bool = False) -> Ticket: ...
 
@@ -77,7 +84,7 @@ class Server(Protocol):
     request_timeout: float | None
     proof_key: str
     fault_hook: Callable[[str, str], None] | None
-    warmup_report: Callable[[], Mapping[str, Any]]
+    warmup_report: Callable[[], Mapping[str, object]]
     workers: concurrent.futures.ThreadPoolExecutor
     grammar_worker: concurrent.futures.ThreadPoolExecutor
     waker: Waker
@@ -89,7 +96,7 @@ class Server(Protocol):
     def reason(self) -> str: ...
 
 
-async def abort(context: grpc.aio.ServicerContext, error: ServerError) -> None:
+async def abort(context: grpc.aio.ServicerContext[Request, Response], error: ServerError) -> NoReturn:
     """Ends a call with an error of ours. Does not return."""
     detail = {"type": error.type, "code": error.code, "param": error.param, "retry_after": error.retry_after}
     # HTTP/2 headers are small: a message is cut rather than lost.
@@ -113,10 +120,12 @@ class Door:
             raise Unavailable("the server is starting: its model is being loaded", retry_after=RETRY_STARTING)
         return model
 
-    async def _work(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    async def _work(
+        self, function: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
+    ) -> Result:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._server.workers, lambda: function(*arguments, **keywords))
 
-    async def _fault(self, context: grpc.aio.ServicerContext) -> None:
+    async def _fault(self, context: grpc.aio.ServicerContext[Request, Response]) -> NoReturn:
         logger.exception("fault in a gRPC call")
         await abort(context, InternalError("internal error; the server's log has the details"))

@@ -1,26 +1,27 @@
-"""Our ``preheat.v1.Preheat``: what the proxy needs beside decoding.
-"""
+"""Our ``preheat.v1.Preheat``: what the proxy needs beside decoding."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import grpc
+from prometheus_client import Gauge
 
 from protos import preheat_pb2, preheat_pb2_grpc
 from server.api.fields import check_model_name
 from server.errors import ServerError
 from server.grpc.chat_rendering import render_chat
-from server.grpc.door import Door, Model, abort
+from server.grpc.door import Door, Model, Request, Response, abort
 from server.orchestrator import validation
 
 
 class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
     """What the proxy needs beside decoding."""
 
-    async def State(self, request, context):  # noqa: N802
+    async def State(  # noqa: N802
+        self, request: preheat_pb2.StateRequest, context: grpc.aio.ServicerContext[preheat_pb2.StateRequest, preheat_pb2.StateResponse]
+    ) -> preheat_pb2.StateResponse:
         metrics, model = self._server.metrics, self._server.model
         return preheat_pb2.StateResponse(
             capacity=None if model is None else model.orchestrator.load[1],
@@ -31,7 +32,9 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
             waiting=_gauge(metrics.requests_waiting),
         )
 
-    async def ModelCard(self, request, context):  # noqa: N802
+    async def ModelCard(  # noqa: N802
+        self, request: preheat_pb2.ModelCardRequest, context: grpc.aio.ServicerContext[preheat_pb2.ModelCardRequest, preheat_pb2.ModelCardResponse]
+    ) -> preheat_pb2.ModelCardResponse:
         card = preheat_pb2.ModelCardResponse(name=self._server.model_name, created=self._server.created)
         if (model := self._server.model) is not None:
             card.max_len = model.limits.max_len
@@ -40,15 +43,19 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
             card.adapters.extend(model.limits.adapters)
         return card
 
-    async def RenderChat(self, request, context):  # noqa: N802
-        async def answer():
+    async def RenderChat(  # noqa: N802
+        self, request: preheat_pb2.RenderChatRequest, context: grpc.aio.ServicerContext[preheat_pb2.RenderChatRequest, preheat_pb2.RenderChatResponse]
+    ) -> preheat_pb2.RenderChatResponse:
+        async def answer() -> preheat_pb2.RenderChatResponse:
             model = self._loaded()
             return await self._work(render_chat, model.tokenizer, model.tool_use, request)
 
         return await self._answer(answer, context)
 
-    async def Tokenize(self, request, context):  # noqa: N802
-        async def answer():
+    async def Tokenize(  # noqa: N802
+        self, request: preheat_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[preheat_pb2.TokenizeRequest, preheat_pb2.TokenizeResponse]
+    ) -> preheat_pb2.TokenizeResponse:
+        async def answer() -> preheat_pb2.TokenizeResponse:
             model = self._loaded()
             if request.HasField("model"):
                 check_model_name(request.model, model.limits.name, model.limits.adapters)
@@ -56,8 +63,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def Detokenize(self, request, context):  # noqa: N802
-        async def answer():
+    async def Detokenize(  # noqa: N802
+        self, request: preheat_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[preheat_pb2.DetokenizeRequest, preheat_pb2.DetokenizeResponse]
+    ) -> preheat_pb2.DetokenizeResponse:
+        async def answer() -> preheat_pb2.DetokenizeResponse:
             model = self._loaded()
             if request.HasField("model"):
                 check_model_name(request.model, model.limits.name, model.limits.adapters)
@@ -69,8 +78,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def TokenizerInfo(self, request, context):  # noqa: N802
-        async def answer():
+    async def TokenizerInfo(  # noqa: N802
+        self, request: preheat_pb2.TokenizerInfoRequest, context: grpc.aio.ServicerContext[preheat_pb2.TokenizerInfoRequest, preheat_pb2.TokenizerInfoResponse]
+    ) -> preheat_pb2.TokenizerInfoResponse:
+        async def answer() -> preheat_pb2.TokenizerInfoResponse:
             tokenizer = self._loaded().tokenizer
             templates = {} if tokenizer.chat_template is None else tokenizer.chat_template.sources
             info = dict(tokenizer.info)
@@ -82,17 +93,25 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def Warmup(self, request, context):  # noqa: N802
+    async def Warmup(  # noqa: N802
+        self, request: preheat_pb2.WarmupRequest, context: grpc.aio.ServicerContext[preheat_pb2.WarmupRequest, preheat_pb2.WarmupResponse]
+    ) -> preheat_pb2.WarmupResponse:
         return preheat_pb2.WarmupResponse(json=json.dumps(dict(self._server.warmup_report())))
 
-    async def Metrics(self, request, context):  # noqa: N802
+    async def Metrics(  # noqa: N802
+        self, request: preheat_pb2.MetricsRequest, context: grpc.aio.ServicerContext[preheat_pb2.MetricsRequest, preheat_pb2.MetricsResponse]
+    ) -> preheat_pb2.MetricsResponse:
         return preheat_pb2.MetricsResponse(text=self._server.metrics.render())
 
-    async def CountInvalid(self, request, context):  # noqa: N802
+    async def CountInvalid(  # noqa: N802
+        self, request: preheat_pb2.CountInvalidRequest, context: grpc.aio.ServicerContext[preheat_pb2.CountInvalidRequest, preheat_pb2.CountInvalidResponse]
+    ) -> preheat_pb2.CountInvalidResponse:
         self._server.metrics.requests.labels(outcome="invalid").inc(max(0, request.count))
         return preheat_pb2.CountInvalidResponse()
 
-    async def _answer(self, answer: Callable[[], Any], context: grpc.aio.ServicerContext) -> Any:
+    async def _answer(
+        self, answer: Callable[[], Awaitable[Response]], context: grpc.aio.ServicerContext[Request, Response]
+    ) -> Response:
         try:
             return await answer()
         except ServerError as error:
@@ -120,5 +139,5 @@ def _tokenize(model: Model, request: preheat_pb2.TokenizeRequest) -> preheat_pb2
     return answer
 
 
-def _gauge(gauge: Any) -> int:
+def _gauge(gauge: Gauge) -> int:
     return int(next(iter(gauge.collect())).samples[0].value)

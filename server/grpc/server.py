@@ -2,7 +2,7 @@
 
 `GrpcServer` runs a ``grpc.aio`` server in a thread of its own. It is started first and answers from then on; until
 `attach` brings the orchestrator, and until that is ready, ``Decode`` says UNAVAILABLE. What the calls do is in
-``server/grpc/services.py``.
+``server/grpc/decode.py``, ``preheat.py`` and ``health.py``.
 
 Beside the public port the server listens on a Unix socket in a folder of this user's, ``local_address``: the proxy of
 the same machine comes in there, whatever TLS the public port has. API keys are asked for on both.
@@ -22,10 +22,11 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -79,7 +80,7 @@ class GrpcServer:
         host: str = "127.0.0.1",
         port: int = 0,
         slots: int = 0,
-        warmup_report: Callable[[], Mapping[str, Any]] = dict,
+        warmup_report: Callable[[], Mapping[str, object]] = dict,
         api_keys: tuple[str, ...] = (),
         tls: tuple[bytes, bytes] | None = None,
         request_timeout: float | None = None,
@@ -248,13 +249,26 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-class _ApiKeys(grpc.aio.ServerInterceptor):
+if TYPE_CHECKING:  # generic for the type checker only
+    _Interceptor = grpc.aio.ServerInterceptor[Message, Message]
+    _Handler = grpc.RpcMethodHandler[Message, Message]
+    _Context = grpc.aio.ServicerContext[Message, Message]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+
+class _ApiKeys(_Interceptor):
     """Lets in who has a key, and everybody to health, state and metrics."""
 
     def __init__(self, keys: tuple[str, ...]):
         self._keys = tuple(key.encode() for key in keys)
 
-    async def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        details = handler_call_details
         handler = await continuation(details)
         if not self._keys or handler is None or details.method in OPEN_METHODS:
             return handler
@@ -267,10 +281,10 @@ class _ApiKeys(grpc.aio.ServerInterceptor):
             else "the API key is not valid"
         )
 
-        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(request: Message, context: _Context) -> None:
             await abort(context, error)
 
-        async def refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def refuse_stream(request: Message, context: _Context) -> AsyncIterator[Message]:
             await abort(context, error)
             yield  # makes it a generator
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.exposition import generate_latest
@@ -28,5 +28,5 @@ class _Families:
     def __init__(self, families: Mapping[str, Metric]):
         self._families = families
 
-    def collect(self):
+    def collect(self) -> Iterator[Metric]:
         return iter(self._families.values())

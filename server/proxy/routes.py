@@ -176,7 +176,7 @@ class Proxy:
 
     async def _plan_chat(self, parsed: RequestFields, metadata: Metadata) -> tuple[list[DecodeRequest], AnswerFormat]:
         name = await self._name(parsed, metadata)
-        rendered = await self._upstreams.call("RenderChat", chat_request(parsed), metadata)
+        rendered = await self._upstreams.call(lambda preheat: preheat.RenderChat, chat_request(parsed), metadata)
         tools = parsed.tools if parsed.tool_choice != "none" else ()
         parsed = dataclasses.replace(parsed, prompt=(tuple(rendered.token_ids),), model_defaults=True)
         parser = None
@@ -196,7 +196,7 @@ class Proxy:
 
     async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
         """The name of the model that answers: the served one's, which a request may leave out, or an adapter's."""
-        card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), metadata)
+        card = await self._upstreams.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest(), metadata)
         fields.check_model_name(parsed.model, card.name, card.adapters)
         return card.name if parsed.model is None else parsed.model
 
@@ -213,7 +213,7 @@ class Proxy:
 
     async def _cards(self, request: Request) -> dict[str, Json]:
         """The served model and its adapters, by name."""
-        card = await self._upstreams.call("ModelCard", preheat_pb2.ModelCardRequest(), _metadata(request))
+        card = await self._upstreams.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest(), _metadata(request))
         shared = {
             "object": "model",
             "created": card.created,
@@ -226,16 +226,16 @@ class Proxy:
     async def tokenize(self, request: Request) -> Response:
         body = await read_json(request)
         asked, pieces = tokenize_request(body)
-        answer = await self._upstreams.call("Tokenize", asked, _metadata(request))
+        answer = await self._upstreams.call(lambda preheat: preheat.Tokenize, asked, _metadata(request))
         return JSONResponse(tokenize_answer(body, answer, pieces=pieces))
 
     async def detokenize(self, request: Request) -> Response:
         asked, metadata = detokenize_requests(await read_json(request)), _metadata(request)
-        answers = [await self._upstreams.call("Detokenize", one, metadata) for one in asked]
+        answers = [await self._upstreams.call(lambda preheat: preheat.Detokenize, one, metadata) for one in asked]
         return JSONResponse(detokenize_answer([answer.text for answer in answers]))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        answer = await self._upstreams.call("TokenizerInfo", preheat_pb2.TokenizerInfoRequest(), _metadata(request))
+        answer = await self._upstreams.call(lambda preheat: preheat.TokenizerInfo, preheat_pb2.TokenizerInfoRequest(), _metadata(request))
         return Response(answer.json, media_type="application/json")
 
     # State.
@@ -261,7 +261,7 @@ class Proxy:
         )
 
     async def warmup(self, request: Request) -> Response:
-        answer = await self._upstreams.call("Warmup", preheat_pb2.WarmupRequest())
+        answer = await self._upstreams.call(lambda preheat: preheat.Warmup, preheat_pb2.WarmupRequest())
         return Response(answer.json, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
@@ -270,7 +270,7 @@ class Proxy:
         refusal: ServerError | None = None
         for upstream in self._upstreams.all:
             try:
-                answer = await upstream.client.call("Metrics", preheat_pb2.MetricsRequest(), timeout=10)
+                answer = await upstream.client.call(lambda preheat: preheat.Metrics, preheat_pb2.MetricsRequest(), timeout=10)
                 texts[upstream.client.address] = answer.text
             except ServerError as error:
                 refusal = error

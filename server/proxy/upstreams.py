@@ -11,14 +11,22 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
 
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server.client import AsyncClient, DecodeCall
 from server.errors import QueueFull, ServerError, TimedOut, Unavailable
+
+if TYPE_CHECKING:
+    from protos.preheat_pb2_grpc import PreheatAsyncStub
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +34,7 @@ POLL_SECONDS = 0.5
 STATE_TIMEOUT = 5.0  # seconds that an orchestrator may take to tell its state
 RETRY_UNREACHABLE = 1.0  # seconds after which a client may try again
 Metadata = Sequence[tuple[str, str]]
+_Item = tuple[int, DecodeResponse | BaseException | None]  # index of the prompt; None: its call has ended
 
 
 @dataclasses.dataclass
@@ -53,7 +62,7 @@ class Upstream:
     async def ask_state(self) -> str:
         """Asks for its state, and remembers it."""
         try:
-            answer = await self.client.call("State", preheat_pb2.StateRequest(), timeout=STATE_TIMEOUT)
+            answer = await self.client.call(lambda preheat: preheat.State, preheat_pb2.StateRequest(), timeout=STATE_TIMEOUT)
         except TimedOut:
             # Busy compiling, with nothing left for this. Ready servers answer in time.
             self.state = self.state if self.state in ("connecting", "loading", "warming") else "unreachable"
@@ -113,8 +122,13 @@ class Upstreams:
         assert refusal is not None
         raise _with_retry(refusal)
 
-    async def call(self, method: str, request: Any, metadata: Metadata = ()) -> Any:
-        """A method of the Preheat service, at the best upstream that answers."""
+    async def call(
+        self,
+        method: Callable[[PreheatAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
+        metadata: Metadata = (),
+    ) -> Response:
+        """Calls a method of the Preheat service, at the best upstream that answers."""
         refusal: ServerError | None = None
         for upstream in self.by_preference():
             try:
@@ -132,7 +146,7 @@ class Upstreams:
         count, self._invalid = self._invalid, 0
         if count:
             try:
-                await self.call("CountInvalid", preheat_pb2.CountInvalidRequest(count=count))
+                await self.call(lambda preheat: preheat.CountInvalid, preheat_pb2.CountInvalidRequest(count=count))
             except ServerError:
                 self._invalid += count  # kept until an orchestrator is there
 
@@ -193,7 +207,7 @@ class Generation:
                 yield 0, message
             return
         # Bounded, so that a client that reads slowly slows the calls, whose messages then get fewer and bigger.
-        queue: asyncio.Queue[tuple[int, DecodeResponse | BaseException | None]] = asyncio.Queue(len(self._calls))
+        queue: asyncio.Queue[_Item] = asyncio.Queue(len(self._calls))
         self._tasks = [asyncio.create_task(_forward(index, call, queue)) for index, (_, call) in enumerate(self._calls)]
         left = len(self._tasks)
         while left:
@@ -206,7 +220,7 @@ class Generation:
                 yield index, item
 
 
-async def _forward(index: int, call: DecodeCall, queue: asyncio.Queue) -> None:
+async def _forward(index: int, call: DecodeCall, queue: asyncio.Queue[_Item]) -> None:
     try:
         async for message in call:
             await queue.put((index, message))

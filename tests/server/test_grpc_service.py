@@ -147,7 +147,7 @@ def test_outcomes_add_up(doors, client):
 
 
 def test_the_state_tells_how_many_sequences_there_may_be(client):
-    state = client.call("State", preheat_pb2.StateRequest())
+    state = client.call(client.preheat.State, preheat_pb2.StateRequest())
     assert (state.state, state.running, state.slots, state.capacity) == ("ready", 0, 4, 4 + 16)  # and the queue's
 
 
@@ -280,14 +280,14 @@ def test_tokenizer_and_chat_methods(client):
         client.detokenize([500])
     assert caught.value.param == "tokens"
     rendered = client.call(
-        "RenderChat", preheat_pb2.RenderChatRequest(messages=json.dumps([{"role": "user", "content": "<|eot|>"}]))
+        client.preheat.RenderChat, preheat_pb2.RenderChatRequest(messages=json.dumps([{"role": "user", "content": "<|eot|>"}]))
     )
     assert rendered.text == "user: <|eot|><|eot|>assistant: "
     assert list(rendered.token_ids) == [*b"user: <|eot|>", 258, *b"assistant: "]  # only the template's own is one
     for bad in ("{", "5", "[5]", "[" * 100_000):
         with pytest.raises(errors.InvalidRequest):
-            client.call("RenderChat", preheat_pb2.RenderChatRequest(messages=bad))
-    card = client.call("ModelCard", preheat_pb2.ModelCardRequest())
+            client.call(client.preheat.RenderChat, preheat_pb2.RenderChatRequest(messages=bad))
+    card = client.call(client.preheat.ModelCard, preheat_pb2.ModelCardRequest())
     assert (card.name, card.max_len, card.vocab_size, card.has_chat_template) == (NAME, MAX_LEN, 320, True)
 
 
@@ -354,9 +354,9 @@ def test_before_the_model_is_there():
     try:
         with Client(server.address, timeout=TIMEOUT) as client:
             assert client.state().state == "loading"
-            assert client.call("ModelCard", preheat_pb2.ModelCardRequest()).name == "early"
-            assert json.loads(client.call("Warmup", preheat_pb2.WarmupRequest()).json) == {"state": "loading"}
-            assert "preheat_requests_total" in client.call("Metrics", preheat_pb2.MetricsRequest()).text
+            assert client.call(client.preheat.ModelCard, preheat_pb2.ModelCardRequest()).name == "early"
+            assert json.loads(client.call(client.preheat.Warmup, preheat_pb2.WarmupRequest()).json) == {"state": "loading"}
+            assert "preheat_requests_total" in client.call(client.preheat.Metrics, preheat_pb2.MetricsRequest()).text
             for attempt in (lambda: client.generate("a"), lambda: client.tokenize("a")):
                 with pytest.raises(errors.Unavailable) as caught:
                     attempt()
