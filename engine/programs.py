@@ -8,9 +8,22 @@ Serving calls programs by their name in the table and in no other way, so nothin
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
+
+Executable = Callable[..., Any]  # a program, compiled or jitted: pytrees of arrays in, pytrees out
+
+
+class Jitted(Protocol):
+    """What `jax.jit` makes, as far as it is used here."""
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+    def trace(self, *arguments: Any) -> jax.stages.Traced: ...
+
+    def clear_cache(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +35,8 @@ class Program:
     """
 
     name: str  # "prefill/256", "insert", "generate/8", "generate/8/layers"
-    function: Any  # jax.jit(...), donating; positional arguments only
-    arguments: tuple[Any, ...]  # pytrees of jax.ShapeDtypeStruct with shardings, one per positional argument
+    function: Jitted  # donating; positional arguments only
+    arguments: tuple[object, ...]  # pytrees of jax.ShapeDtypeStruct with shardings, one per positional argument
     donates: int | None = None  # index of the donated argument (decode state or prefix), whose bytes must all be aliased
     takes_state: bool = False  # the donated argument is the decode state
 
@@ -32,8 +45,8 @@ class Program:
         """The verb and size it belongs to: "generate/8" of "generate/8/layers". Programs of a chain run one after the other."""
         return "/".join(self.name.split("/")[:2])
 
-    def trace(self):
-        """The traced function, `jax.stages.Traced`: ``.lower()`` and ``.compile()`` follow."""
+    def trace(self) -> jax.stages.Traced:
+        """The traced function: ``.lower()`` and ``.compile()`` follow."""
         return self.function.trace(*self.arguments)
 
     @property
@@ -47,12 +60,12 @@ class Program:
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     """Bytes that an array of this description takes on each device."""
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    size = leaf.dtype.itemsize
+    size: int = leaf.dtype.itemsize
     for extent in shape:
         size *= extent
     return size
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: object) -> int:
     """Bytes of abstract arrays on each device."""
     return sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))

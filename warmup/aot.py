@@ -150,7 +150,7 @@ def _store(
 @contextlib.contextmanager
 def no_persistent_cache() -> Iterator[None]:
     """JAX's persistent cache is off inside the block, for all threads."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # JAX makes these attributes as it is imported
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:

@@ -65,7 +65,7 @@ class Listing:
 
     def add(self, program: Program, compiled: jax.stages.Compiled) -> None:
         if not self._printed:
-            text = compiled.as_text()
+            text = compiled.as_text() or ""
         else:
             (file,) = self._of(program).glob("*after_optimizations.txt")
             text = file.read_text()
@@ -81,7 +81,7 @@ class Listing:
 def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     """Those of one program's optimized HLO, the most bytes first. ``mesh`` are the sizes of its axes, in order."""
     computations, entry = _computations(text)
-    counts: collections.Counter[tuple] = collections.Counter()
+    counts: collections.Counter[tuple[str, str, int, tuple[str, ...]]] = collections.Counter()
 
     def visit(name: str, times: int) -> None:
         for line in computations.get(name, ()):
@@ -119,7 +119,8 @@ def _turns(line: str, computations: Mapping[str, Sequence[str]]) -> int:
     """How often a loop turns: as XLA says, or up to what its condition counts from zero; 1 where neither tells."""
     if found := _TURNS.search(line):
         return int(found[1])
-    condition = "\n".join(computations.get(_CONDITION.search(line)[1], ()))
+    named = _CONDITION.search(line)
+    condition = "\n".join(computations.get(named[1], ())) if named else ""
     bound = _BELOW.search(condition)
     constants = dict(_CONSTANT.findall(condition))
     return int(constants.get(bound[1], 1)) if bound else 1
@@ -136,7 +137,8 @@ def _largest(shape: str) -> tuple[str, int]:
 
     def size(array: Sequence[str]) -> int:
         kind, extents = array
-        bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
+        digits = re.search(r"\d+", kind)  # "pred" has none: a byte
+        bits = int(digits[0]) if digits else 8
         return math.prod(int(extent) for extent in extents.split(",") if extent) * bits // 8
 
     largest = max(_ARRAY.findall(shape), key=size)

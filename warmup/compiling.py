@@ -26,7 +26,7 @@ from warmup.xla_cache import XlaCache
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-CompilerOptions = Mapping[str, str | int | bool]
+CompilerOptions = dict[str, str | bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Compilation:
     seconds_compile: float
 
 
+def no_options(program: Program) -> CompilerOptions:
+    """A program is compiled as JAX does without being told."""
+    return {}
+
+
 def worker_count() -> int:
     """Threads that compile or load at once: one per core this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
@@ -55,7 +60,7 @@ def compile_programs(
     *,
     cache: XlaCache | None = None,
     workers: int | None = None,
-    options: Callable[[Program], CompilerOptions] = lambda program: {},
+    options: Callable[[Program], CompilerOptions] = no_options,
 ) -> list[Result]:
     """Compiles programs and calls ``use`` on each in the worker that compiled it.
 
@@ -82,7 +87,8 @@ def compile_programs(
 
 
 def _lower(program: Program) -> jax.stages.Lowered:
-    return naming(program, "lower", lambda: program.trace().lower())
+    lowered: jax.stages.Lowered = naming(program, "lower", lambda: program.trace().lower())
+    return lowered
 
 
 def _compile(
@@ -104,11 +110,12 @@ def _compile(
         cached = counts.compiles == 0 and counts.cache_hits > 0
         return Compilation(program, compiled, memory, cached, tuple(taken) if cached else (), seconds_trace, seconds)
 
-    with cache.watch() if cache else contextlib.nullcontext([]) as taken:
+    watching: contextlib.AbstractContextManager[list[str]] = cache.watch() if cache else contextlib.nullcontext([])
+    with watching as taken:
         try:
             done = compile()
         except WarmupError as error:
-            if not taken:
+            if cache is None or not taken:
                 raise
             logger.warning("warmup cache: compiling program %s again: %s", program.name, one_line(error))
             cache.distrust(taken)

@@ -72,7 +72,7 @@ class Fingerprint:
 
     def diff(self, older: Mapping[str, Json]) -> list[str]:
         """What differs from an older fingerprint's components: one ``path: old -> new`` each."""
-        return _diff("", older, self.components)
+        return _diff("", dict(older), dict(self.components))
 
 
 def fingerprint(
@@ -83,7 +83,7 @@ def fingerprint(
     layout = dataclasses.asdict(config)
     del layout["kv_pages"]
     return Fingerprint(
-        _plain(
+        _object(
             {
                 "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
                 "backend": _backend(devices[0]),
@@ -213,7 +213,12 @@ def _cpu() -> dict[str, Json]:
 
 def _flags() -> dict[str, Json]:
     """Compiler flags from the environment, one by one."""
-    return {name: sorted(os.environ.get(name, "").split()) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    return {name: [*sorted(os.environ.get(name, "").split())] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+
+
+def _object(value: Mapping[str, object]) -> dict[str, Json]:
+    """A mapping as JSON; see `_plain`."""
+    return {str(key): _plain(item) for key, item in value.items()}
 
 
 def _plain(value: object) -> Json:
@@ -222,7 +227,7 @@ def _plain(value: object) -> Json:
         case None | bool() | int() | float() | str():
             return value
         case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
+            return _object(value)
         case list() | tuple():
             return [_plain(item) for item in value]
         case _:

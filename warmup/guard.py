@@ -22,6 +22,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Literal
 
 import jax
@@ -132,13 +133,14 @@ class Guard:
         finally:
             self._thread.watches = outer
 
-    # Listeners. JAX calls them with the name of the event, a value, and ``fun_name``.
+    # Listeners. JAX calls them with the name of the event, a value, and what it is about: ``fun_name``, mostly.
 
-    def _begin(self, event: str, _value: float, *, fun_name: str = "?", **_: object) -> None:
+    def _begin(self, event: str, value: float, **about: str | int) -> None:
         if event != _COMPILE:
             return
         self._thread.hit = False
         if self.strict and self._phase == "serving":
+            fun_name = str(about.get("fun_name", "?"))
             self._count("compile", fun_name)  # here, for no end event follows the exception
             raise CompiledWhileServing(
                 f"{fun_name} needs compiling while serving, called from {caller()}; --strict-compiles refuses it. "
@@ -146,11 +148,12 @@ class Guard:
                 "shapes, types or shardings"
             )
 
-    def _event(self, event: str, **_: object) -> None:
+    def _event(self, event: str, **about: str | int) -> None:
         if event == _CACHE_HIT:
             self._thread.hit = True
 
-    def _end(self, event: str, _seconds: float, *, fun_name: str = "?", **_: object) -> None:
+    def _end(self, event: str, duration_secs: float, **about: str | int) -> None:
+        fun_name = str(about.get("fun_name", "?"))
         if event == _TRACE:
             self._count("trace", fun_name)
         elif event == _LOWER:
@@ -173,7 +176,7 @@ class Guard:
 
 def caller() -> str:
     """``file:line in function`` of the innermost frame that is not JAX's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not any(module == name or module.startswith(name + ".") for name in _INTERNAL):

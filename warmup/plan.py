@@ -25,7 +25,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
@@ -53,7 +53,9 @@ class PlannableEngine(Protocol):
 
     model: ModelConfig
     config: EngineConfig
-    abstract_weights: Any  # pytree of ShapeDtypeStruct
+
+    @property
+    def abstract_weights(self) -> object: ...  # pytree of ShapeDtypeStruct
 
     def programs(self) -> tuple[Program, ...]: ...
 
@@ -144,7 +146,7 @@ class MemoryPlan:
 
     def table(self) -> str:
         """Programs with their memory, then the sums and the verdict."""
-        rows = [("program", "arguments", "output", "aliased", "temporary", "code")]
+        rows: list[tuple[str, ...]] = [("program", "arguments", "output", "aliased", "temporary", "code")]
         for name, memory in self.programs:
             sizes = (memory.argument, memory.output, memory.alias, memory.temp, memory.code)
             rows.append((name, *(format_bytes(size) for size in sizes)))
@@ -326,7 +328,7 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
 def _platform(program: Program) -> str:
     for leaf in jax.tree.leaves(program.arguments):
         if leaf.sharding is not None:
-            return next(iter(leaf.sharding.device_set)).platform
+            return str(next(iter(leaf.sharding.device_set)).platform)
     return "cpu"
 
 

@@ -25,12 +25,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import jax
 
 from engine.config import EngineConfig, ModelConfig
-from engine.programs import Program, tree_bytes
+from engine.programs import Executable, Program, tree_bytes
 from warmup import aot, manual
 from warmup.cache import keep_within_limit
 from warmup.compiling import compile_programs, naming, one_line
@@ -55,12 +55,16 @@ class WarmableEngine(Protocol):
 
     model: ModelConfig
     config: EngineConfig
-    devices: Sequence[jax.Device]
-    abstract_weights: Any
+
+    @property
+    def devices(self) -> Sequence[jax.Device]: ...
+
+    @property
+    def abstract_weights(self) -> object: ...  # pytree of ShapeDtypeStruct
 
     def programs(self) -> tuple[Program, ...]: ...
 
-    def install(self, executables: Mapping[str, Callable]) -> None: ...
+    def install(self, executables: Mapping[str, Executable]) -> None: ...
 
     def allocate(self) -> None: ...
 
@@ -124,7 +128,7 @@ class Prepared:
 
     mode: Mode
     programs: Sequence[Program]
-    executables: dict[str, Callable]
+    executables: dict[str, Executable]
     memory: dict[str, ProgramMemory]
     unchanged: bool
     _store: ArtifactStore
@@ -183,7 +187,7 @@ class Prepared:
         for index, program in enumerate(lane):
             began = time.perf_counter()
             try:
-                naming(program, "run", lambda name=program.name: engine.touch(name))
+                naming(program, "run", functools.partial(engine.touch, program.name))
             except WarmupError as error:
                 if program.name not in self._forget:
                     raise
@@ -240,7 +244,7 @@ def prepare(
     pending: list[Pending] = []
     unchanged = False
     memory: dict[str, ProgramMemory] = {}
-    executables: dict[str, Callable] = {program.name: program.function for program in programs}
+    executables: dict[str, Executable] = {program.name: program.function for program in programs}
     match mode:
         case "none":
             pass

@@ -240,7 +240,7 @@ class WarmupReport:
         """The rows as text for the log, times in seconds and bytes in MiB, and a line of sums."""
         header = ("program", "source", "trace", "compile", "load", "run", "args", "out", "alias", "temp", "code")
         rows = self.programs
-        lines = [header]
+        lines: list[tuple[str, ...]] = [header]
         for row in rows:
             memory = row.memory
             lines.append(

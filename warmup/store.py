@@ -30,7 +30,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from warmup import trust
 from warmup.fingerprint import Fingerprint, Json
@@ -52,7 +52,35 @@ class Artifact:
     """
 
     payload: bytes | memoryview
-    out_tree: Any
+    out_tree: object
+
+
+class Entry(TypedDict):
+    """A program in the manifest."""
+
+    file: str
+    checksum: str
+    size: int
+    arguments: str
+
+
+class Proof(TypedDict):
+    """That the entries passed the proof before ready."""
+
+    mode: str
+    seconds: float
+    requests: int
+    entries: str
+
+
+class Manifest(TypedDict):
+    """``manifest.json``; what is read has passed `check_manifest`."""
+
+    format: int
+    fingerprint: str
+    resolved: dict[str, Json]
+    entries: dict[str, Entry]
+    proof: Proof | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +112,7 @@ class ArtifactStore:
     def __init__(self, root: Path | None, fingerprint: Fingerprint):
         self.fingerprint = fingerprint
         self._lock = threading.Lock()
-        self._manifest: dict[str, Any] = _empty_manifest()
+        self._manifest = _empty_manifest()
         self._folder = Folder.open(root, "programs", fingerprint.digest)
         if self._folder is not None:
             self._manifest = self._read_manifest(complain=True)
@@ -174,8 +202,8 @@ class ArtifactStore:
             return
         with self._update() as manifest:
             for item in pending:
-                fields = dataclasses.asdict(item)
-                manifest["entries"][fields.pop("name")] = fields
+                entry = Entry(file=item.file, checksum=item.checksum, size=item.size, arguments=item.arguments)
+                manifest["entries"][item.name] = entry
             manifest["proof"] = None  # these have not been through a proof
         if arguments is not None and groups is not None:
             self._describe("arguments.json", {"programs": dict(arguments), "groups": dict(groups)})
@@ -207,7 +235,7 @@ class ArtifactStore:
     def proven(self) -> bool:
         """The entries of the manifest, all of them and unchanged, have passed the proof."""
         proof = self._manifest["proof"]
-        return bool(proof) and proof["entries"] == self._entries_digest(self._manifest)
+        return proof is not None and proof["entries"] == self._entries_digest(self._manifest)
 
     # Explaining.
 
@@ -245,12 +273,11 @@ class ArtifactStore:
 
     # The manifest.
 
-    def _read_manifest(self, *, complain: bool) -> dict[str, Any]:
+    def _read_manifest(self, *, complain: bool) -> Manifest:
         """The manifest, or an empty one. Whatever is wrong with it, everything is compiled again."""
         assert self._folder is not None
         try:
-            manifest = json.loads(self._folder.read("manifest.json"))
-            check_manifest(manifest)
+            manifest = check_manifest(json.loads(self._folder.read("manifest.json")))
             if manifest["fingerprint"] != self.fingerprint.digest:
                 raise ValueError(f"it belongs to fingerprint {manifest['fingerprint']}")
             return manifest
@@ -263,7 +290,7 @@ class ArtifactStore:
         return _empty_manifest()
 
     @contextlib.contextmanager
-    def _update(self) -> Iterator[dict[str, Any]]:
+    def _update(self) -> Iterator[Manifest]:
         """Reads, changes and replaces the manifest under a lock between threads and processes; where it cannot be written, changes
         what this process knows of it."""
         if self._folder is None:
@@ -289,7 +316,7 @@ class ArtifactStore:
         return seal([self.fingerprint.digest, name, arguments], data)
 
     @staticmethod
-    def _entries_digest(manifest: Mapping[str, Any]) -> str:
+    def _entries_digest(manifest: Manifest) -> str:
         text = json.dumps({name: entry["checksum"] for name, entry in manifest["entries"].items()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -300,12 +327,12 @@ def shorten(lines: Sequence[str], count: int = 8, width: int = 300) -> str:
     return "; ".join(shown + ([f"and {len(lines) - count} more"] if len(lines) > count else []))
 
 
-def _empty_manifest() -> dict[str, Any]:
+def _empty_manifest() -> Manifest:
     return {"format": FORMAT, "fingerprint": "", "resolved": {}, "entries": {}, "proof": None}
 
 
-def check_manifest(manifest: object) -> None:
-    """Raises `ValueError` unless every field that is read later has its type."""
+def check_manifest(manifest: object) -> Manifest:
+    """The manifest; raises `ValueError` unless every field that is read later has its type."""
     if not isinstance(manifest, dict):
         raise ValueError("it is not a JSON object")
     if manifest.get("format") != FORMAT:
@@ -324,6 +351,7 @@ def check_manifest(manifest: object) -> None:
             raise ValueError(f"its entry {name!r} is malformed")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", entry["file"]):
             raise ValueError(f"its entry {name!r} names the path {entry['file']!r}")
+    return cast(Manifest, manifest)
 
 
 def _pack(artifact: Artifact) -> bytes:

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.sharding import device_order, ways
 from warmup import aot
 from warmup.collectives import Collective, Listing
-from warmup.compiling import Compilation, compile_programs
+from warmup.compiling import Compilation, compile_programs, no_options
 from warmup.errors import WarmupError
 from warmup.fingerprint import ArgumentDescriber
 from warmup.guard import Guard
@@ -201,8 +201,8 @@ def build_target(
             return done.memory, pending
 
         with aot.no_persistent_cache():
-            options = {} if listing is None else {"options": listing.options}
-            results = compile_programs(programs, guard, use, workers=workers, **options)
+            options = listing.options if listing else no_options
+            results = compile_programs(programs, guard, use, workers=workers, options=options)
         names = [program.name for program in programs]
         return dict(zip(names, (memory for memory, _ in results), strict=True)), [item for _, item in results if item]
 

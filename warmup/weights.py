@@ -25,7 +25,6 @@ import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +63,7 @@ class WeightsCache:
     """
 
     def __init__(
-        self, root: Path | None, files: Sequence[Path], model: ModelConfig, abstract: Any, *, worth: int = WORTH
+        self, root: Path | None, files: Sequence[Path], model: ModelConfig, abstract: object, *, worth: int = WORTH
     ):
         self._entries: dict[int, _Entry] = {}  # valid as far as is known
         self._written: dict[int, _Entry] = {}
@@ -96,7 +95,7 @@ class WeightsCache:
     def get(self, index: int) -> np.ndarray | None:
         """The array of the leaf with this number, mapped read-only; `None` if it must be made. Thread-safe."""
         entry = self._entries.get(index)
-        if entry is None:
+        if self._folder is None or entry is None:
             return None
         path = self._folder.path / entry.file
         try:
@@ -133,7 +132,7 @@ class WeightsCache:
         self._folder.write("manifest.json", json.dumps({"key": self._key, "arrays": arrays}, indent=1).encode())
 
 
-def _key(files: Sequence[Path], model: ModelConfig, abstract: Any) -> str:
+def _key(files: Sequence[Path], model: ModelConfig, abstract: object) -> str:
     made_from = [(os.path.realpath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     leaves = [
         f"{jax.tree_util.keystr(path)} {leaf.dtype.name} {leaf.shape}" for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
@@ -161,7 +160,7 @@ def _read_manifest(folder: Folder, key: str, leaves: Sequence[jax.ShapeDtypeStru
 
 def _checksum(array: np.ndarray) -> int:
     """CRC-32 of the bytes; the interpreter lock is free meanwhile."""
-    view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     checksum = 0
     for start in range(0, len(view), CHUNK):
         checksum = zlib.crc32(view[start : start + CHUNK], checksum)

@@ -77,7 +77,8 @@ class XlaCache:
     @contextlib.contextmanager
     def watch(self) -> Iterator[list[str]]:
         """Lists the entries that JAX gets in the calling thread inside the block."""
-        self._thread.taken = taken = []
+        taken: list[str] = []
+        self._thread.taken = taken
         try:
             yield taken
         finally:
@@ -117,5 +118,6 @@ def use_xla_cache(root: Path | None, platform: str) -> XlaCache | None:
     compilation_cache.reset_cache()  # it remembers the first cache, and whether there was one
     if folder is None:
         return None
-    compilation_cache._cache = cache = XlaCache(folder, platform)
+    cache = XlaCache(folder, platform)
+    compilation_cache._cache = cache  # type: ignore[assignment]  # has the methods, not the private base class
     return cache
