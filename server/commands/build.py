@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from pathlib import Path
@@ -14,17 +13,11 @@ from engine.config import EngineConfig, ModelConfig
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
 from engine.kernels import Attention
+from server.commands import serve
 from server.config.commands import ServeConfig
 from server.errors import StartError
 from server.start.model_files import resolve_model
-from server.start.warm_engine import (
-    engine_config,
-    open_adapters,
-    open_model,
-    readable_errors,
-    select_devices,
-    warm_engine,
-)
+from server.start.warm_engine import engine_config, open_adapters, readable_errors, select_devices
 from server.telemetry.logs import configure_logging
 from warmup import plan as memory_plan
 from warmup import target as targets
@@ -33,20 +26,19 @@ from warmup.report import WarmupReport
 
 
 def build(config: ServeConfig, target: str | None) -> int:
-    """Compiles every program into the warmup cache; for this machine's device they are run once too."""
+    """Compiles every program into the warmup cache; for this machine's devices they also run, alone and in the proof."""
     configure_logging(config.log_format)
     if config.warmup_cache is None:
         raise StartError("--warmup-cache off: there is nowhere to store what is built; give a folder")
     began = time.monotonic()
-    with Guard() as guard:
-        if target is None:
-            report = WarmupReport("aot", guard=guard)
-            warm = warm_engine(dataclasses.replace(config, warmup="aot"), open_model(config), report, guard)
-            plan, where, attention = warm.plan, "this machine", warm.engine.attention
-            stored = [program.name for program in report.programs]
-        else:
+    if target is None:
+        warm, report = serve.rehearse(config)
+        plan, where, attention = warm.plan, "this machine", warm.engine.attention
+        stored = [program.name for program in report.programs]
+    else:
+        with Guard() as guard:
             built, attention = _compile(config, target, config.warmup_cache, guard)
-            plan, report, where, stored = built.plan, built.report, target, list(built.stored)
+        plan, report, where, stored = built.plan, built.report, target, list(built.stored)
     print(report.table())
     print()
     print(plan.table())

@@ -12,6 +12,7 @@ The ports answer from the first second, with 503 / UNAVAILABLE until ready. Befo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import queue
@@ -44,6 +45,17 @@ LAST_ANSWERS = 2.0  # seconds for answers on their way, health's among them, bef
 def serve(config: ServeConfig, started: float) -> int:
     """Serves until a signal; returns the exit code. ``started`` is when the process began, `time.monotonic` seconds."""
     return Server(config, started).run()
+
+
+def rehearse(config: ServeConfig) -> tuple[WarmEngine, WarmupReport]:
+    """Fills the warmup cache as a start in mode aot does, the proof included, and serves nobody.
+
+    Raises:
+      StartError: as a start.
+    """
+    private = {"host": "127.0.0.1", "grpc_port": 0, "no_http": True, "metrics_port": None, "api_key": ()}
+    server = Server(dataclasses.replace(config, warmup="aot", **private), time.monotonic())
+    return server.rehearse(), server.report
 
 
 class Server:
@@ -97,6 +109,18 @@ class Server:
             if self.tracer is not None and not self.tracer.close(LAST_SPANS):
                 logger.warning("the last traces are lost: their collector did not answer within %g s", LAST_SPANS)
 
+    def rehearse(self) -> WarmEngine:
+        """All of a start up to the proof, with nothing open but gRPC, and the end. What the start stored has been proven then, so the
+        next one needs a single request."""
+        with self.guard:
+            try:
+                self.grpc.start()
+                return self._warm_up()
+            finally:
+                if self.orchestrator is not None:
+                    self.orchestrator.close()
+                self.grpc.stop(grace=0.0)
+
     # The start
 
     def _start(self) -> None:
@@ -114,7 +138,7 @@ class Server:
             if line := self.report.progress():
                 logger.info("warming: %s", line)
 
-    def _make_ready(self) -> None:
+    def _warm_up(self) -> WarmEngine:
         opened = open_model(self.config)
         warm = warm_engine(self.config, opened, self.report, self.guard)
         self.orchestrator = Orchestrator(
@@ -134,6 +158,11 @@ class Server:
         )
         if self.config.warmup != "none":
             self._prove(warm, [adapter.name for adapter in opened.adapters])
+        return warm
+
+    def _make_ready(self) -> None:
+        warm = self._warm_up()
+        assert self.orchestrator is not None
         self.guard.ready()
         self.report.ready()
         self.orchestrator.open()
