@@ -408,6 +408,15 @@ def end_generate(
     return new_state, pack_results(chosen, scores, jnp.any(options.logprobs > 0))
 
 
+def place_layer(stack: jax.Array | Quantized, part: jax.Array | Quantized, layer: jax.Array) -> jax.Array | Quantized:
+    """Weights [n, ...] with those of one layer in their place."""
+
+    def place(stack: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(stack, part[None], _at(stack, layer))
+
+    return jax.tree.map(place, stack, part)
+
+
 def _rows(config: EngineConfig, state: DecodeState, request: jax.Array):
     """The slot of each row, whether it is more than padding, the position it writes, and the page table with its page."""
     slots, pages = request[:, 0], request[:, 1]

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,14 @@ class JaxEngine:
             raise ValueError(f"no executable for the programs {sorted(missing)}")
         self._executables = dict(executables)
 
+    def empty_stacks(self) -> dict[str, Any]:
+        """`engine.loader.Stacker`: zeros in the place of large weights of scanned layers, by field. After `install`."""
+        return self._call("load")
+
+    def place_layer(self, field: str, stack: Any, part: Any, layer: int) -> Any:
+        """`engine.loader.Stacker`: the stack, donated, with one layer's part in its place."""
+        return self._call(f"load/{field}", stack, part, self._put(np.array(layer, np.int32)))
+
     def set_weights(self, weights: Weights) -> None:
         """The weights, on the devices, as `abstract_weights` describes them."""
         self._weights = weights
@@ -120,6 +129,8 @@ class JaxEngine:
         try:
             kind, size, part = [*name.split("/"), "", ""][:3]
             match kind:
+                case "load":  # who loaded the weights ran them: a second stack would not fit beside the first
+                    result = self._weights.final_norm
                 case _ if part:
                     result = self._touch_part(f"{kind}/{size}", part, prefix)
                 case "init_state":  # `allocate` ran it: a second state would not fit beside the first

@@ -3,18 +3,24 @@
 The abstract tree says which arrays there are, in which shape, dtype and sharding; ``engine/fills.py`` says which tensors of the
 checkpoint make each of them. The parts of an array that devices of this process hold, and no others, are read and put
 together on the host in their final dtype and handed to the devices at once, so beside the weights themselves only the
-arrays in flight (one per thread) are held. What was copied from a mapped file is unmapped again, block by block, or the
-process would seem to hold the weights twice. Nothing here compiles: numpy and ``jax.device_put`` only.
+arrays in flight are held. What was copied from a mapped file is unmapped again, block by block, or the process would
+seem to hold the weights twice.
+
+Scanned layers have one array for all of them, which for a large model is most of what the host has. Such arrays
+(`engine.weights.stacked_fields`) go to the devices layer by layer and are put together there, by programs of the table, so
+that one layer's matrix is the most that the host holds. Nothing else here compiles: numpy and ``jax.device_put`` only.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,14 +29,15 @@ from engine.agreement import check_tensors
 from engine.checkpoints import Checkpoint
 from engine.config import ModelConfig
 from engine.families import get_family
-from engine.fills import Fill, Reader, Where, weight_fills
+from engine.fills import Fill, Part, Reader, Where, weight_fills
 from engine.peft import Adapter
 from engine.quantization import Quantized
-from engine.weights import Weights
+from engine.weights import Weights, one_layer, stacked_fields
 
 logger = logging.getLogger(__name__)
 
-THREADS = 4  # at most; each holds one array on the host
+THREADS = 4  # at most
+IN_FLIGHT = 2**30  # bytes that are made on the host at once; more only if it is one array
 ALIGNMENT = 64  # bytes; so aligned, the CPU backend takes a host array over without copying it
 
 
@@ -47,6 +54,16 @@ class ArrayCache(Protocol):
         """All ``count`` arrays are loaded."""
 
 
+class Stacker(Protocol):
+    """Puts arrays of several layers together on the devices; `engine.jax_engine.JaxEngine`."""
+
+    def empty_stacks(self) -> dict[str, Any]:
+        """The arrays, or `Quantized`, by the name of their field: `engine.weights.stacked_fields`."""
+
+    def place_layer(self, field: str, stack: Any, part: Any, layer: int) -> Any:
+        """The stack, donated, with one layer's part in its place."""
+
+
 def load_weights(
     checkpoint: Checkpoint,
     model: ModelConfig,
@@ -54,9 +71,11 @@ def load_weights(
     adapters: Sequence[Adapter] = (),
     *,
     cache: ArrayCache | None = None,
+    stacker: Callable[[], Stacker] | None = None,
 ) -> Weights:
     """The weights on their devices; ``adapters`` are those that the abstract weights have room for. Arrays that ``cache``
-    has are not made from the checkpoint again; others are kept there.
+    has are not made from the checkpoint again; others are kept there. ``stacker`` waits for one that can be used; without it, or
+    with a ``cache``, arrays of several layers are put together on the host.
 
     Raises `CheckpointError`, naming file and tensor, when a tensor is missing or has another shape than the config says;
     `engine.agreement` has what else may disagree.
@@ -68,10 +87,15 @@ def load_weights(
     counts = [len(jax.tree.leaves(node)) for node in nodes]
     first = np.cumsum([0, *counts[:-1]]).tolist()  # number of each node's first array
 
-    def load(index: int, node: jax.ShapeDtypeStruct | Quantized, fill: Fill) -> jax.Array | Quantized:
-        if cache is None:
-            return _place(node, _local_parts(node), fill)
-        return _place_cached(node, fill, cache, index)
+    stacks = None if stacker is None or cache is not None else _Stacks(stacked_fields(abstract_weights), stacker)
+    flight = _Flight()
+
+    def load(index: int, node: Node, fill: Fill) -> jax.Array | Quantized:
+        if cache is not None:
+            return _place_cached(node, fill, cache, index)
+        if stacks is not None and (field := stacks.field_of(node)) is not None:
+            return _place_by_layer(field, node, fill, stacks, flight)
+        return _place(node, fill, flight)
 
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "load-weights") as threads:
         futures = [
@@ -84,14 +108,59 @@ def load_weights(
         arrays = [future.result() for future in futures]
     if cache is not None:
         cache.commit(sum(counts))
-    logger.debug("read %d bytes of %s", reader.copied, checkpoint.path)
+    logger.debug("weights: read %d bytes, at most %d in flight", reader.copied, flight.most)
     return structure.unflatten(arrays)
 
 
+Node = jax.ShapeDtypeStruct | Quantized  # an abstract array
 Parts = list[tuple[Where, list[jax.Device]]]  # the parts of an array, and the devices that hold each
 
 
-def _local_parts(node: jax.ShapeDtypeStruct | Quantized) -> Parts:
+class _Flight:
+    """Bounds what is on the host and not yet on the devices."""
+
+    def __init__(self):
+        self.most = 0  # bytes that were in flight at once
+        self._bytes = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        """Waits until there is room, and takes it for the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._bytes or self._bytes + size <= IN_FLIGHT)
+            self._bytes += size
+            self.most = max(self.most, self._bytes)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._bytes -= size
+                self._changed.notify_all()
+
+
+class _Stacks:
+    """The arrays that a `Stacker` puts together, made when the first is asked for."""
+
+    def __init__(self, fields: Mapping[str, Node], stacker: Callable[[], Stacker]):
+        self._fields = {id(node): field for field, node in fields.items()}
+        self._stacker, self._lock = stacker, threading.Lock()
+        self._empty: dict[str, Any] | None = None
+
+    def field_of(self, node: Node) -> str | None:
+        """The field of an array of the abstract weights; `None` if it is not put together here."""
+        return self._fields.get(id(node))
+
+    def take(self, field: str) -> tuple[Stacker, Any]:
+        """The stacker, and one of its empty arrays."""
+        stacker = self._stacker()
+        with self._lock:
+            if self._empty is None:
+                self._empty = stacker.empty_stacks()
+            return stacker, self._empty.pop(field)
+
+
+def _local_parts(node: Node) -> Parts:
     """The parts that devices of this process hold."""
     leaf = node.values if isinstance(node, Quantized) else node
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -101,20 +170,32 @@ def _local_parts(node: jax.ShapeDtypeStruct | Quantized) -> Parts:
     return [(tuple(slice(*bound) for bound in bounds), found) for bounds, found in devices.items()]
 
 
-def _place(node: jax.ShapeDtypeStruct | Quantized, parts: Parts, fill: Fill) -> jax.Array | Quantized:
+def _place(node: Node, fill: Fill, flight: _Flight) -> jax.Array | Quantized:
     """An array from its parts, each made on the host once."""
     leaves, inner = jax.tree.flatten(node)
-    made = []
-    for where, _ in parts:
-        shape = tuple(part.stop - part.start for part in where)
-        made.append([_aligned(shape[: leaf.ndim], leaf.dtype) for leaf in leaves])
-    fill([(where, inner.unflatten(arrays)) for (where, _), arrays in zip(parts, made, strict=True)])
-    return inner.unflatten([_assemble(leaf, parts, [arrays[i] for arrays in made]) for i, leaf in enumerate(leaves)])
+    parts = _local_parts(node)
+    shapes = [tuple(part.stop - part.start for part in where) for where, _ in parts]
+    with flight.of(sum(math.prod(shape[: leaf.ndim]) * leaf.dtype.itemsize for shape in shapes for leaf in leaves)):
+        made = [[_aligned(shape[: leaf.ndim], leaf.dtype) for leaf in leaves] for shape in shapes]
+        fill([(where, inner.unflatten(arrays)) for (where, _), arrays in zip(parts, made, strict=True)])
+        placed = [_assemble(leaf, parts, [arrays[i] for arrays in made]) for i, leaf in enumerate(leaves)]
+        return inner.unflatten(jax.block_until_ready(placed))
 
 
-def _place_cached(
-    node: jax.ShapeDtypeStruct | Quantized, fill: Fill, cache: ArrayCache, index: int
-) -> jax.Array | Quantized:
+def _place_by_layer(field: str, node: Node, fill: Fill, stacks: _Stacks, flight: _Flight) -> jax.Array | Quantized:
+    """An array of several layers, put together on the devices."""
+    stacker, stack = stacks.take(field)
+    of_layer = one_layer(node)
+    for layer in range(node.shape[0]):
+
+        def fill_layer(parts: Sequence[Part], layer: int = layer) -> None:
+            fill([((slice(layer, layer + 1), *where), out[None]) for where, out in parts])
+
+        stack = stacker.place_layer(field, stack, _place(of_layer, fill_layer, flight), layer)
+    return stack
+
+
+def _place_cached(node: Node, fill: Fill, cache: ArrayCache, index: int) -> jax.Array | Quantized:
     """As `_place`, by way of whole arrays, which the cache keeps."""
     leaves, inner = jax.tree.flatten(node)
     kept = [cache.get(index + i) for i in range(len(leaves))]

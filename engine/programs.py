@@ -39,6 +39,7 @@ class Program:
     arguments: tuple[object, ...]  # pytrees of jax.ShapeDtypeStruct with shardings, one per positional argument
     donates: int | None = None  # index of the donated argument (decode state or prefix), whose bytes must all be aliased
     takes_state: bool = False  # the donated argument is the decode state
+    loads: bool = False  # puts weights together, before there are any: whoever loads them runs it
 
     @property
     def chain(self) -> str:

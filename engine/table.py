@@ -22,7 +22,7 @@ from engine.sampling import pack, result_width, sampling_width
 from engine.segments import Segment, segments
 from engine.sharding import describe, device_config, device_model, replicated, split, ways
 from engine.state import DecodeState, Prefix, mask_words
-from engine.weights import Weights
+from engine.weights import Weights, one_layer, stacked_fields
 
 
 def make_table(
@@ -47,14 +47,14 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     def per_row(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return describe(mesh, shape, dtype, ("rows", *[None] * (len(shape) - 1)))
 
-    def program(name, function, arguments, outputs, *, donates=None, takes_state=False) -> Program:
+    def program(name, function, arguments, outputs, *, donates=None, takes_state=False, loads=False) -> Program:
         jitted = jax.jit(
             split(function, mesh, arguments, outputs) if arguments else function,
             donate_argnums=() if donates is None else donates,
             in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
         )
-        return Program(name, jitted, arguments, donates, takes_state)
+        return Program(name, jitted, arguments, donates, takes_state, loads)
 
     def named(name: str, function, *bound):
         # jit names the program after the function: profiles and logs then read like the table.
@@ -73,6 +73,12 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     # What the functions are for: one device's share.
     whole_config, over = config, ways(config)
     model, config = device_model(model, config), device_config(config)
+    if stacked := stacked_fields(weights):
+        yield program("load", zeros("load", stacked), (), stacked, loads=True)
+    for field, node in stacked.items():
+        function = named(f"load_{field}", functions.place_layer)
+        yield program(f"load/{field}", function, (node, one_layer(node), host()), node, donates=0, loads=True)
+
     sampling, mask, table = sampling_width(), mask_words(model.vocab_size), state.page_table.shape[1]
     first = host(1, result_width())
     yield program("init_state", init_state, (), state)

@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
+from engine.programs import tree_bytes
 from engine.quantization import Quantized
 from engine.sharding import describe, stored_model
 
@@ -62,6 +63,28 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     final_norm: Array  # [hidden]
     head: Array | None  # [vocab, hidden]; None: tied to embed
+
+
+STACKED_BYTES = 64 * 2**20  # of an array on one device: of a larger one that holds several layers, each is sent there by itself
+
+
+def stacked_fields(weights: Weights) -> dict[str, Array]:
+    """The arrays, abstract, that are put together on the devices, layer by layer, by the name of the field; where layers are
+    scanned."""
+    if len(weights.layers) > 1 or weights.layers[0].qkv.shape[0] == 1:
+        return {}
+    fields = {field: node for field, node in vars(weights.layers[0]).items() if node is not None and field != "adapters"}
+    return {field: node for field, node in fields.items() if tree_bytes(node) >= STACKED_BYTES}
+
+
+def one_layer(node: Array) -> Array:
+    """What one layer has of an abstract array of several."""
+
+    def of(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(of, node)
 
 
 def layer_groups(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:

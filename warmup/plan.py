@@ -173,7 +173,7 @@ def measure(engine: PlannableEngine, budget: int, memory: Mapping[str, ProgramMe
         return max((_transient(by_name[program.name], program) for program in chosen), default=0)
 
     owner = [program for program in programs if program.takes_state]
-    others = [program for program in programs if not program.takes_state]
+    others = [program for program in programs if not program.takes_state and not program.loads]
     state, prefix = state_bytes(programs), prefix_bytes(programs)
     return MemoryPlan(
         budget=budget,
@@ -284,7 +284,8 @@ def state_bytes(programs: Sequence[Program]) -> int:
 
 def prefix_bytes(programs: Sequence[Program]) -> int:
     """Bytes of one prefix buffer."""
-    return max((program.donated_bytes for program in programs if not program.takes_state), default=0)
+    others = (program for program in programs if not program.takes_state and not program.loads)
+    return max((program.donated_bytes for program in others), default=0)
 
 
 def _transient(memory: ProgramMemory, program: Program) -> int:

@@ -85,7 +85,7 @@ def touch_lanes(programs: Sequence[Program], prefixes: int) -> list[list[Program
     ]
 
     def prefill(program: Program) -> bool:
-        return program.donates is not None and not any(
+        return program.donates is not None and not program.loads and not any(
             argument is state for argument in program.arguments for state in states
         )
 

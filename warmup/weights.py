@@ -92,6 +92,11 @@ class WeightsCache:
                 if free < 2 * size:
                     folder.stop_writing(f"the disk has {free >> 20} MiB left for {size >> 20}")
 
+    @property
+    def used(self) -> bool:
+        """Whether arrays are kept."""
+        return self._folder is not None
+
     def get(self, index: int) -> np.ndarray | None:
         """The array of the leaf with this number, mapped read-only; `None` if it must be made. Thread-safe."""
         entry = self._entries.get(index)

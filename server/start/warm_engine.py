@@ -189,12 +189,15 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
         def make(layout: EngineConfig) -> JaxEngine:
             return JaxEngine(opened.config, layout, devices)
 
+        installed: concurrent.futures.Future[JaxEngine] = concurrent.futures.Future()  # loading may need its programs
+
         def make_programs() -> tuple[JaxEngine, Prepared, plan.MemoryPlan]:
             with report.stage("programs"):
                 engine, prepared, memory_plan = prepare_fitting(
                     make, layout, config.warmup, store, budget, report=report, guard=guard
                 )
             engine.install(prepared.executables)
+            installed.set_result(engine)
             began = time.perf_counter()
             prepared.allocate(engine)
             report.touched("init_state", time.perf_counter() - began)
@@ -202,7 +205,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages
         weights, (engine, prepared, memory_plan), _ = _together(
-            lambda: _load_weights(opened, abstract, report, config), make_programs, lambda: opened.tokenizer
+            lambda: _load_weights(opened, abstract, report, config, installed.result), make_programs, lambda: opened.tokenizer
         )
         engine.set_weights(weights)
         prepared.touch_all(engine)
@@ -217,14 +220,17 @@ def _give_back_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_weights(opened: OpenModel, abstract: Weights, report: WarmupReport, config: ServeConfig) -> Weights:
+def _load_weights(
+    opened: OpenModel, abstract: Weights, report: WarmupReport, config: ServeConfig, stacker: Callable[[], JaxEngine]
+) -> Weights:
     with report.stage("weights"):
         checkpoint, cache = opened.checkpoint, None
         if checkpoint.dequantizes or config.quantize != "none":
             files = sorted({checkpoint.file(name) for name in checkpoint.names()})
             files += [file for adapter in opened.adapters for file in adapter.files]  # in the order of their indices
             cache = WeightsCache(config.warmup_cache, files, opened.config, abstract)
-        weights = load_weights(checkpoint, opened.config, abstract, opened.adapters, cache=cache)
+            cache = cache if cache.used else None
+        weights = load_weights(checkpoint, opened.config, abstract, opened.adapters, cache=cache, stacker=stacker)
         return jax.block_until_ready(weights)
 
 

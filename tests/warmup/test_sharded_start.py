@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from engine import weights
 from engine.agreement import read_model
 from engine.api import SamplingParams
 from engine.checkpoints import open_checkpoint
@@ -25,9 +26,10 @@ pytestmark = pytest.mark.slow
 
 MOE = pathlib.Path(__file__).parents[1] / "golden" / "families" / "qwen3_moe"
 CONFIG = dataclasses.replace(
-    LAYOUT, slots=8, max_len=64, kv_pages=9, page_size=16, prefill_buckets=(16,), batch_sizes=(4, 8), dp=2, ep=2, tp=2,
-    call_bytes=1, attention="native",
-)  # fmt: skip
+    LAYOUT, slots=8, max_len=64, kv_pages=9, page_size=16, prefill_buckets=(16,), batch_sizes=(4, 8), dp=2, ep=2, tp=2
+)
+ON_CPU = dataclasses.replace(CONFIG, call_bytes=1, attention="native")
+SCANNED = dataclasses.replace(CONFIG, layers="scanned")
 
 
 @pytest.fixture
@@ -37,16 +39,16 @@ def root(tmp_path):
     jax.config.update("jax_enable_compilation_cache", True)
 
 
-def start(mode, root, devices):
+def start(mode, root, config):
     """A start up to ready, and then a few requests. Returns what was made anew before and after, and from where."""
-    checkpoint = open_checkpoint(MOE)
+    checkpoint, devices = open_checkpoint(MOE), jax.devices()[:8]
     model = read_model(checkpoint)
     with Guard() as guard:
-        engine = JaxEngine(model, CONFIG, devices)
+        engine = JaxEngine(model, config, devices)
         report = WarmupReport(mode, guard=guard)
-        prepared = prepare(engine, mode, open_store(root, model, CONFIG, devices), report=report, guard=guard)
+        prepared = prepare(engine, mode, open_store(root, model, config, devices), report=report, guard=guard)
         engine.install(prepared.executables)
-        engine.set_weights(load_weights(checkpoint, model, engine.abstract_weights))
+        engine.set_weights(load_weights(checkpoint, model, engine.abstract_weights, stacker=lambda: engine))
         engine.allocate()
         prepared.touch_all(engine)
         guard.ready()
@@ -62,13 +64,14 @@ def start(mode, root, devices):
         return guard.counts("startup"), guard.counts("serving"), {row.source for row in report.programs}
 
 
-def test_nothing_is_made_after_ready_nor_in_a_second_start(root):
-    devices = jax.devices()[:8]
-    first, serving, _ = start("aot", root, devices)
+def test_nothing_is_made_after_ready_nor_in_a_second_start(root, monkeypatch):
+    """Layers are scanned, and their weights put together on the devices, as on accelerators."""
+    monkeypatch.setattr(weights, "STACKED_BYTES", 1)
+    first, serving, _ = start("aot", root, SCANNED)
     assert first.compiles > 0 and serving.total == 0
-    second, serving, sources = start("aot", root, devices)
+    second, serving, sources = start("aot", root, SCANNED)
     assert (second.total, serving.total, sources) == (0, 0, {"aot"})
 
 
 def test_manual(root):
-    assert start("manual", root, jax.devices()[:8])[1].total == 0
+    assert start("manual", root, ON_CPU)[1].total == 0
