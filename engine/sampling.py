@@ -9,6 +9,7 @@ Order of application: logit_bias, suppressed ids, mask, penalties, temperature, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -24,13 +25,15 @@ LEAST = int(np.float32(-np.inf).view(np.int32)) ^ 0x7FFFFFFF  # `_ordered_bits` 
 GATHERED_ROWS = 32
 ARGMAX_BLOCK = 128
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_INTS = ("top_k", "min_tokens", "logprobs", "seed_low", "seed_high", "sample", "adapter")
+# The numbers of `SamplingParams`, in the order in which they are packed; the seed is two of 32 bits.
+_FLOATS = tuple(field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, float))
+_INTS = tuple(field.name for field in dataclasses.fields(SamplingParams) if isinstance(field.default, int) and field.name != "seed")
+_SEED = ("seed_low", "seed_high")
 
 
 @struct.dataclass
 class SamplingRows:
-    """`SamplingParams` of several rows, unpacked on the device. Every field is [rows] unless stated."""
+    """`SamplingParams` of several rows, unpacked on the device. Every field is [rows] unless stated; numbers have the same names there."""
 
     temperature: jax.Array
     top_p: jax.Array
@@ -68,17 +71,14 @@ class SamplingContext:
 
 def sampling_width() -> int:
     """int32 words of one packed `SamplingParams`."""
-    return len(_FLOATS) + len(_INTS) + MAX_SUPPRESSED + 2 * MAX_LOGIT_BIAS
+    return len(_FLOATS + _INTS + _SEED) + MAX_SUPPRESSED + 2 * MAX_LOGIT_BIAS
 
 
 def pack(params: SamplingParams) -> np.ndarray:
     """One request's options as int32 [sampling_width()], floats by their bits: one transfer."""
     floats = np.array([getattr(params, name) for name in _FLOATS], np.float32)
     seed = params.seed & (2**64 - 1)
-    ints = np.array(
-        [params.top_k, params.min_tokens, params.logprobs, seed & 0xFFFFFFFF, seed >> 32, params.sample, params.adapter],
-        np.int64,
-    )
+    ints = np.array([*(getattr(params, name) for name in _INTS), seed & 0xFFFFFFFF, seed >> 32], np.int64)
     suppressed = np.full(MAX_SUPPRESSED, NO_TOKEN, np.int32)
     suppressed[: len(params.suppressed)] = params.suppressed
     bias_tokens = np.full(MAX_LOGIT_BIAS, NO_TOKEN, np.int32)
@@ -93,10 +93,11 @@ def pack(params: SamplingParams) -> np.ndarray:
 
 def unpack(rows: jax.Array) -> SamplingRows:
     """The named options of packed rows, int32 [rows, sampling_width()]."""
-    sizes = [1] * (len(_FLOATS) + len(_INTS)) + [MAX_SUPPRESSED, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]
+    names = _FLOATS + _INTS + _SEED
+    sizes = [1] * len(names) + [MAX_SUPPRESSED, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]
     *scalars, suppressed, bias_tokens, bias_values = jnp.split(rows, np.cumsum(sizes)[:-1].tolist(), axis=1)
     as_float = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)  # noqa: E731
-    named = dict(zip(_FLOATS + _INTS, (scalar[:, 0] for scalar in scalars), strict=True))
+    named = dict(zip(names, (scalar[:, 0] for scalar in scalars), strict=True))
     named |= {name: as_float(named[name]) for name in _FLOATS}
     return SamplingRows(**named, suppressed=suppressed, bias_tokens=bias_tokens, bias_values=as_float(bias_values))
 

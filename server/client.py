@@ -5,7 +5,7 @@
 ...     for piece in client.stream("Once upon a time", max_tokens=64, temperature=0.8, seed=1):
 ...         print(piece.text, end="")
 
-Options are the sampling fields of the HTTP API, by the same names (``server/api/fields.py``). Failures are raised as the
+Options are the sampling fields of the HTTP API, by the same names, and what else ``server/api/fields.py`` describes for gRPC. Failures are raised as the
 types of `server.errors`, whatever they were on the wire.
 """
 
@@ -23,6 +23,7 @@ import grpc
 from protos import conventions, orchestrator_pb2_grpc, preheat_pb2, preheat_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server import errors
+from server.api.decode_fields import named_fields
 
 if TYPE_CHECKING:
     from protos.preheat_pb2_grpc import PreheatAsyncStub
@@ -86,10 +87,11 @@ def decode_request(prompt: str | Sequence[int], *, max_tokens: int = 0, n: int =
         max_tokens: of each sample; 0: as many as fit.
         n: samples.
         options: fields of ``DecodeRequest`` from number 20, such as ``temperature``, ``seed``, ``stop``.
+
+    Raises:
+        ValueError: ``DecodeRequest`` has no such field. Values are checked by the server.
     """
-    if isinstance(options.get("stop"), str):  # else each of its characters would be one
-        options["stop"] = [options["stop"]]
-    request = DecodeRequest(max_tokens=max_tokens, num_samples=n, **options)
+    request = DecodeRequest(max_tokens=max_tokens, num_samples=n, **named_fields(options))
     if isinstance(prompt, str):
         request.text_content.text = prompt
     else:

@@ -99,6 +99,17 @@ def string(value: Any) -> str:
     return value
 
 
+def unused(check: Check) -> Check:
+    """A field that is checked and then says nothing."""
+
+    @described(schema_of(check))
+    def checked(value: Any) -> None:
+        check(value)
+
+    return checked
+
+
+@described({"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID})
 def request_id(value: Any) -> str:
     if (
         not isinstance(value, str)

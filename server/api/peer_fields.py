@@ -2,9 +2,9 @@
 
 A client that was written for vLLM, SGLang, llama-server, TGI or OpenAI sends its server's own fields. One that would change
 the answer is refused by name, but for the values that ask for nothing (`null` always does); one that cannot change it is
-ignored. Fields that nobody knows are ignored too. What is honoured is in the tables of ``server/api/fields.py``, which go first.
+ignored. Fields that nobody knows are ignored too. What is honoured is in ``server/api/fields.py``, which goes first.
 
-These two tables are all there is to say: ``docs/api.md`` has the same rows.
+These two tables are all there is to say: ``make docs`` writes them into ``docs/api.md``.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 
+from server.api import field_types, fields
 from server.api.fields import RequestFields
 from server.config import options
 from server.config.commands import ProxyConfig, ServeConfig
@@ -70,21 +71,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-SAMPLING_FLAGS = {  # flag -> how its text is read; ranges are checked by server/api/fields.py
-    "max_tokens": int,
-    "n": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "seed": int,
-    "min_tokens": int,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-}
-
-
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts and sampling")
     group.add_argument(
@@ -93,24 +79,25 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--file", metavar="FILE", help="one prompt per line")
     group.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
     group.add_argument("--adapter", metavar="NAME", help="answer with this adapter of --lora")
-    for name, read in SAMPLING_FLAGS.items():
-        group.add_argument(
-            options.flag_name(name),
-            dest=f"sampling_{name}",
-            type=read,
-            metavar="N" if read is int else "X",
-            help="as in the HTTP API" + (" (default: what fits)" if name == "max_tokens" else ""),
-        )
-    group.add_argument(
-        "--stop", dest="sampling_stop", action="append", metavar="TEXT", help="end before this text; repeatable"
-    )
-    group.add_argument(
-        "--ignore-eos",
-        dest="sampling_ignore_eos",
-        action="store_true",
-        default=None,
-        help="do not end at the model's EOS",
-    )
+    for name, description in fields.DESCRIPTIONS.items():
+        if description.flag:
+            _add_sampling_flag(group, name)
+
+
+def _add_sampling_flag(group: argparse._ArgumentGroup, name: str) -> None:
+    """The flag of a request's field; its value is checked as that of ``/v1/completions``."""
+    field = fields.COMPLETIONS[name]
+    about = field.about.removesuffix(".").replace("%", "%%")
+    flag, dest = options.flag_name(name), f"sampling_{name}"
+    match field_types.schema_of(field.check).get("type"):
+        case "integer":
+            group.add_argument(flag, dest=dest, type=int, metavar="N", help=about)
+        case "number":
+            group.add_argument(flag, dest=dest, type=float, metavar="X", help=about)
+        case "boolean":
+            group.add_argument(flag, dest=dest, action="store_true", default=None, help=about)
+        case _:
+            group.add_argument(flag, dest=dest, action="append", metavar="TEXT", help=f"{about}; repeatable")
 
 
 def _version() -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from server.api import fields
+from server.api import fields, parsing
 from server.commands.arguments import GenerateOptions, make_parser
 from server.config.commands import ProxyConfig, load_proxy_config, load_serve_config
 from server.errors import InvalidRequest, StartError
@@ -79,7 +79,7 @@ def _generate_options(parsed: argparse.Namespace) -> GenerateOptions:
         name.removeprefix("sampling_"): value for name, value in vars(parsed).items() if name.startswith("sampling_")
     }
     try:
-        checked = fields.parse({**sampling, "prompt": ""}, fields.COMPLETIONS)
+        checked = parsing.parse({**sampling, "prompt": ""}, fields.COMPLETIONS)
     except InvalidRequest as error:
         raise StartError(str(error)) from None
     return GenerateOptions(

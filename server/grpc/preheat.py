@@ -9,7 +9,7 @@ import grpc
 from prometheus_client import Gauge
 
 from protos import preheat_pb2, preheat_pb2_grpc
-from server.api.fields import check_model_name
+from server.api.parsing import check_model_name
 from server.errors import ServerError
 from server.grpc.chat_rendering import render_chat
 from server.grpc.door import Door, Model, Request, Response, abort

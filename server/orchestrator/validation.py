@@ -1,6 +1,6 @@
 """The half of validation that needs the model, and the making of a `GenerateRequest`.
 
-`server.api.fields.parse` has checked types and ranges; here token ids meet the vocabulary, lengths meet ``--max-len``, and
+`server.api.parsing.parse` has checked types and ranges; here token ids meet the vocabulary, lengths meet ``--max-len``, and
 what the request left out gets its default. Runs in the orchestrator's process, for every front door alike.
 """
 
@@ -16,24 +16,14 @@ import numpy as np
 
 from engine.api import MAX_SUPPRESSED, SamplingParams
 from server.api import fields
-from server.api.fields import RequestFields, check_model_name
+from server.api.fields import RequestFields
+from server.api.parsing import check_model_name
 from server.errors import InvalidRequest, StartError
 from server.orchestrator.request import GenerateRequest
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy: dividing float32 logits by them overflows
 SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 MAX_CHARACTERS_PER_TOKEN = 512  # a longer text cannot fit, and is refused without tokenizing it
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingDefaults:
-    """What ``generation_config.json`` says, for ``/v1/*``. `None` where it is silent."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +34,25 @@ class ModelLimits:
     max_len: int  # prompt and generated tokens of one sequence
     vocab_size: int  # of the model: ids from 0 below it
     eos_token_ids: tuple[int, ...] = ()
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: RequestFields = RequestFields()  # what ``generation_config.json`` asks for, where requests over ``/v1/*`` are silent
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the engine's order
 
 
-def sampling_defaults(generation_config: Mapping[str, Any], source: str = "generation_config.json") -> SamplingDefaults:
-    """Reads a model's own sampling defaults.
+def sampling_defaults(generation_config: Mapping[str, Any], source: str = "generation_config.json") -> RequestFields:
+    """Reads a model's own sampling defaults, as if a request had asked for them.
 
     Raises:
         StartError: a value is not allowed; requests that are silent would fail because of it.
     """
     values = {}
-    for field in dataclasses.fields(SamplingDefaults):
-        value = generation_config.get(field.name)
-        if value is not None:
+    for name, option in fields.OPTIONS.items():
+        value = generation_config.get(name)
+        if option.of_model and value is not None:
             try:
-                values[field.name] = fields.SAMPLING[field.name].check(value)
+                values[name] = fields.GRPC[name].check(value)
             except ValueError as error:
-                raise StartError(f"{source}: {field.name} {error}, not {value!r}: correct or remove it") from None
-    return SamplingDefaults(**values)
+                raise StartError(f"{source}: {name} {error}, not {value!r}: correct or remove it") from None
+    return RequestFields(**values)
 
 
 def find_adapter(parsed: RequestFields, limits: ModelLimits) -> int:
@@ -158,9 +148,6 @@ def _max_tokens(parsed: RequestFields, prompt_tokens: int, limits: ModelLimits) 
 
 
 def _sampling(parsed: RequestFields, limits: ModelLimits) -> SamplingParams:
-    model = limits.defaults if parsed.model_defaults else SamplingDefaults(temperature=0.0)
-    temperature = _first(parsed.temperature, model.temperature, 1.0)
-    top_k = _first(parsed.top_k, model.top_k, 0)
     suppressed: tuple[int, ...] = ()
     if parsed.min_tokens:
         eos = () if parsed.ignore_eos else limits.eos_token_ids
@@ -170,31 +157,39 @@ def _sampling(parsed: RequestFields, limits: ModelLimits) -> SamplingParams:
                 f"stop_token_ids must be at most {MAX_SUPPRESSED - len(eos)} token ids with min_tokens",
                 param="stop_token_ids",
             )
-    return SamplingParams(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=top_k if 0 < top_k < limits.vocab_size else 0,  # as many as there are, or all: the same as off
-        top_p=max(_first(parsed.top_p, model.top_p, 1.0), SMALLEST_FLOAT),  # not 0, which would keep no token
-        min_p=_first(parsed.min_p, model.min_p, 0.0),
-        presence_penalty=_first(parsed.presence_penalty, 0.0),
-        frequency_penalty=_first(parsed.frequency_penalty, 0.0),
-        repetition_penalty=_first(parsed.repetition_penalty, model.repetition_penalty, 1.0),
+    asked = SamplingParams(
+        **_options(parsed, limits.defaults),
         seed=_seed(parsed.seed),
         logit_bias=parsed.logit_bias,
         min_tokens=parsed.min_tokens,
         suppressed=suppressed,
         logprobs=parsed.logprobs is not None,
     )
+    return dataclasses.replace(
+        asked,
+        temperature=0.0 if asked.temperature < GREEDY_BELOW else asked.temperature,
+        top_k=asked.top_k if 0 < asked.top_k < limits.vocab_size else 0,  # as many as there are, or all: the same as off
+        top_p=max(asked.top_p, SMALLEST_FLOAT),  # not 0, which would keep no token
+    )
+
+
+def _options(parsed: RequestFields, defaults: RequestFields) -> dict[str, Any]:
+    """The numbers of the sampler: what the request says, else (over ``/v1/*``) the model, else what their descriptions say."""
+    values = {}
+    for name, option in fields.OPTIONS.items():
+        value = getattr(parsed, name)
+        if value is None and parsed.model_defaults:
+            value = getattr(defaults, name)
+        if value is None:
+            value = option.neutral if parsed.model_defaults else option.plain
+        values[name] = value
+    return values
 
 
 def _seed(asked: int | None) -> int:
     """The seed as 64 unsigned bits. -1 is what clients of vLLM and llama.cpp send for none; other negative numbers are seeds
     like any, as in OpenAI's API and vLLM."""
     return secrets.randbits(63) if asked in (None, -1) else asked % 2**64
-
-
-def _first(*values: Any) -> Any:
-    """The first value that is given."""
-    return next(value for value in values if value is not None)
 
 
 def check_ids(name: str, ids: Iterable[int], limits: ModelLimits) -> None:

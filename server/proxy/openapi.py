@@ -1,6 +1,6 @@
 """The HTTP API's description, ``GET /openapi.json``: OpenAPI 3.1, made from the tables that requests are checked by.
 
-Request schemas come from ``server/api/fields.py`` and the checks; what depends on the model (lengths, token ids) or on
+Request schemas and what they say come from ``server/api/fields.py`` and the checks; what depends on the model (lengths, token ids) or on
 several fields at once is refused with 400 beyond what a schema can say.
 """
 
@@ -15,71 +15,6 @@ from server.api.fields import Table
 Json = dict[str, Any]
 
 VERSION = "1"  # of the API
-
-ABOUT = {
-    "prompt": "The text to continue; on /v1/completions also several texts, token ids, or several lists of ids.",
-    "messages": "The conversation. Content is text or a list of text parts.",
-    "max_tokens": "The most tokens to generate for each sample; 0 scores the prompt only.",
-    "max_completion_tokens": "OpenAI's newer name of max_tokens.",
-    "n": "Samples for each prompt.",
-    "best_of": "Must equal n.",
-    "temperature": "0 is greedy. Absent: the model's generation_config.json, else 1; on /generate 0.",
-    "top_k": "Keep the k most probable tokens; 0 and -1 keep all.",
-    "top_p": "Keep the most probable tokens that together have this probability.",
-    "min_p": "Keep tokens at least this many times as probable as the most probable one.",
-    "presence_penalty": "Subtracted from the logits of tokens that were generated before.",
-    "frequency_penalty": "Subtracted once for each time a token was generated.",
-    "repetition_penalty": "Divides the logits of tokens of the prompt and the answer; 1 is off.",
-    "seed": "The same seed gives the same tokens; -1 is a random one.",
-    "stop": "Generation ends before the first of these strings.",
-    "stop_token_ids": "Token ids that end generation, beside EOS.",
-    "min_tokens": "EOS and stop tokens cannot come before so many tokens.",
-    "ignore_eos": "EOS does not end generation.",
-    "logit_bias": "Token ids (as strings) and what is added to their logits.",
-    "priority": "Lower goes first; 0 is the default.",
-    "model": "The served model's name, if it is to be checked.",
-    "guided_json": "The answer keeps to this JSON schema (an object, or its text).",
-    "guided_regex": "The whole answer matches this regular expression (Rust's syntax, no look-around).",
-    "guided_grammar": "The answer keeps to this grammar (Lark or GBNF).",
-    "guided_choice": "The answer is one of these texts.",
-    "structured_outputs": "vLLM's spelling: exactly one of json, regex, choice, grammar, json_object.",
-    "grammar": "llama-server's spelling of guided_grammar; TGI's: an object of type and value.",
-    "json_schema": "llama-server's and SGLang's spelling of guided_json.",
-    "regex": "SGLang's spelling of guided_regex.",
-    "ebnf": "SGLang's spelling of guided_grammar.",
-    "n_predict": "llama-server's spelling of max_tokens; -1: as many as fit.",
-    "include_stop_str_in_output": "The text ends with the stop string that ended it.",
-    "no_stop_trim": "SGLang's spelling of include_stop_str_in_output.",
-    "prompt_logprobs": "Log-probs of the prompt's tokens, each with so many alternatives; not with stream.",
-    "reasoning_effort": "A variable of the model's chat template, and enable_thinking, which is false for none.",
-    "documents": "A variable of the model's chat template.",
-    "stream": "Server-sent events, the last of them [DONE].",
-    "stream_options": "include_usage: a last event with the usage.",
-    "user": "Not used.",
-    "echo": "The prompt comes back before the answer.",
-    "logprobs": "Log-probs of the tokens: on /v1/completions with so many alternatives, on chat true or false.",
-    "top_logprobs": "Alternatives of each token, with logprobs.",
-    "suffix": "Not supported.",
-    "response_format": "Free text, JSON, JSON by a schema, or what a regular expression or grammar matches.",
-    "tools": "Functions that the model may call.",
-    "tool_choice": "Whether it may, must not, or must call one, or which it must call.",
-    "parallel_tool_calls": "False: at most one call.",
-    "functions": "Not supported; use tools.",
-    "function_call": "Not supported; use tool_choice.",
-    "continue_final_message": "The answer goes on with the last message, which is the assistant's.",
-    "add_generation_prompt": "The prompt ends with the beginning of the assistant's turn (the default).",
-    "chat_template_kwargs": "Further variables of the model's chat template.",
-    "chat_template": "Not supported.",
-    "parse_special": "False: control tokens that the text spells stay text.",
-    "skip_special_tokens": "False: the text shows control tokens.",
-    "add_special_tokens": "Whether BOS comes first. Absent: before a text, and in a chat where the template has it.",
-    "add_special": "llama.cpp's name of add_special_tokens; absent with content: false.",
-    "text": "The text to tokenize; one of text, prompt, content and messages is required.",
-    "content": "The text to tokenize, as llama.cpp's clients spell it.",
-    "return_token_strs": "The answer has token_strs, the tokens as the vocabulary spells them.",
-    "with_pieces": "The answer has each token as its id and its text, or its bytes where they are no text.",
-    "tokens": "Token ids.",
-}
 
 _NUMBER_OR_NULL: Json = {"anyOf": [{"type": "number"}, {"type": "null"}]}
 _STRING_OR_NULL: Json = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -142,11 +77,11 @@ def _schemas() -> Json:
     )
     chat_completion["properties"]["prompt_logprobs"] = prompt_logprobs
     return {
-        "GenerateRequest": _request(fields.GENERATE, "prompt"),
-        "CompletionRequest": _request(fields.COMPLETIONS, "prompt"),
-        "ChatRequest": _request(fields.CHAT, "messages"),
+        "GenerateRequest": _request(fields.GENERATE),
+        "CompletionRequest": _request(fields.COMPLETIONS),
+        "ChatRequest": _request(fields.CHAT),
         "TokenizeRequest": _request(fields.TOKENIZE),
-        "DetokenizeRequest": _request(fields.DETOKENIZE, "tokens"),
+        "DetokenizeRequest": _request(fields.DETOKENIZE),
         "Generated": _object(response=string),
         "Completion": _object(
             object={"type": "string", "enum": ["text_completion"]},
@@ -189,13 +124,14 @@ def _tokens() -> Json:
     return tokens
 
 
-def _request(table: Table, *required: str) -> Json:
+def _request(table: Table) -> Json:
     """A request body. `null` is the same as absent; fields that are not named are ignored."""
     properties = {}
     for name, field in table.items():
         schema = dict(field_types.schema_of(field.check))
-        properties[name] = {**(schema if name in required else _or_null(schema)), "description": ABOUT[name]}
-    return {"type": "object", "required": list(required), "properties": properties}
+        properties[name] = {**(schema if field.required else _or_null(schema)), "description": field.about}
+    required = [name for name, field in table.items() if field.required]
+    return {"type": "object", "required": required, "properties": properties}
 
 
 _ERRORS = {

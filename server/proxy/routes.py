@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
-from server.api import decode_fields, fields
+from server.api import decode_fields, fields, parsing
 from server.api.fields import RequestFields
 from server.errors import InvalidRequest, ModelNotFound, ServerError, TooLarge, Unavailable
 from server.proxy import openapi
@@ -136,7 +136,7 @@ class Proxy:
 
         async def begin() -> tuple[RequestFields, AnswerFormat, Generation]:
             try:
-                parsed = dataclasses.replace(fields.parse(body, table), request_id=request.scope["preheat.request_id"])
+                parsed = dataclasses.replace(parsing.parse(body, table), request_id=request.scope["preheat.request_id"])
                 requests, answer_format = await plan(parsed, metadata)
             except (InvalidRequest, ModelNotFound):
                 self._upstreams.count_invalid()  # what Decode refuses, the orchestrator counts
@@ -197,7 +197,7 @@ class Proxy:
     async def _name(self, parsed: RequestFields, metadata: Metadata) -> str:
         """The name of the model that answers: the served one's, which a request may leave out, or an adapter's."""
         card = await self._upstreams.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest(), metadata)
-        fields.check_model_name(parsed.model, card.name, card.adapters)
+        parsing.check_model_name(parsed.model, card.name, card.adapters)
         return card.name if parsed.model is None else parsed.model
 
     # The model and its tokenizer.
@@ -208,7 +208,7 @@ class Proxy:
     async def model(self, request: Request) -> Response:
         cards, name = await self._cards(request), request.path_params["name"]
         served, *adapters = cards
-        fields.check_model_name(name, served, adapters)
+        parsing.check_model_name(name, served, adapters)
         return JSONResponse(cards[name])
 
     async def _cards(self, request: Request) -> dict[str, Json]:

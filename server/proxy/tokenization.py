@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from protos import preheat_pb2
-from server.api import fields
+from server.api import fields, parsing
 from server.api.fields import RequestFields
 from server.errors import InvalidRequest
 from server.proxy.answer_formats import Json
@@ -24,7 +24,7 @@ def tokenize_request(body: Mapping[str, Any]) -> tuple[preheat_pb2.TokenizeReque
     Raises:
         InvalidRequest: a field is not allowed, or none or several of the spellings are given.
     """
-    values = fields.checked(body, fields.TOKENIZE)
+    values = parsing.checked(body, fields.TOKENIZE)
     given = [name for name in fields.SPELLINGS if name in values]
     if not given:
         raise InvalidRequest("text is required (or prompt, content or messages)", param="text")
@@ -41,7 +41,7 @@ def tokenize_request(body: Mapping[str, Any]) -> tuple[preheat_pb2.TokenizeReque
         if values.pop("parse_special", False):
             raise InvalidRequest("parse_special must be false with messages: what they spell stays text",
                                  param="parse_special")  # fmt: skip
-        fields.check_chat(values)
+        parsing.check_chat(values)
         request.chat.CopyFrom(chat_request(RequestFields(**values)))
     else:
         request.text = values[given[0]]
@@ -76,9 +76,8 @@ def detokenize_requests(body: Mapping[str, Any]) -> tuple[preheat_pb2.Detokenize
     Raises:
         InvalidRequest: a field is not allowed.
     """
-    values = fields.checked(body, fields.DETOKENIZE)
-    if "tokens" not in values:
-        raise InvalidRequest("tokens is required", param="tokens")
+    values = parsing.checked(body, fields.DETOKENIZE)
+    parsing.require(values, fields.DETOKENIZE)
     skip = values.get("skip_special_tokens")
     return tuple(
         preheat_pb2.DetokenizeRequest(token_ids=values["tokens"], skip_special_tokens=value, model=values.get("model"))

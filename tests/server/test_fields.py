@@ -12,10 +12,10 @@ import pytest
 
 from engine import api
 from protos.orchestrator_pb2 import DecodeRequest
-from server.api import decode_fields, field_types, fields
+from server.api import decode_fields, field_types, fields, parsing
 from server.api.fields import CHAT, COMPLETIONS, GENERATE, GRPC, RequestFields
 from server.errors import InvalidRequest, ModelNotFound, StartError
-from server.orchestrator.validation import ModelLimits, SamplingDefaults, build_request, sampling_defaults
+from server.orchestrator.validation import ModelLimits, build_request, sampling_defaults
 from server.text import guided
 
 LIMITS = ModelLimits("tiny", max_len=32, vocab_size=300, eos_token_ids=(257,))
@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def completion(**body):
-    return fields.parse({"prompt": "x", **body}, COMPLETIONS)
+    return parsing.parse({"prompt": "x", **body}, COMPLETIONS)
 
 
 def test_limits_are_those_of_the_engine():
@@ -201,7 +201,7 @@ def test_prompts_of_completions():
     assert completion(prompt=[[1], [2, 3]]).prompt == ((1,), (2, 3))
     assert completion(prompt=[[]]).prompt == ((),)  # refused once its length is known
     with pytest.raises(InvalidRequest, match="prompt is required"):
-        fields.parse({}, COMPLETIONS)
+        parsing.parse({}, COMPLETIONS)
 
 
 def test_echo_asks_for_the_log_probs_of_the_prompt():
@@ -215,7 +215,7 @@ def test_best_of_may_equal_n():
 
 
 def test_chat_fields():
-    parsed = fields.parse(
+    parsed = parsing.parse(
         {
             "messages": USER,
             "logprobs": True,
@@ -228,8 +228,8 @@ def test_chat_fields():
         CHAT,
     )
     assert (parsed.logprobs, parsed.max_tokens) == (20, 7)
-    assert fields.parse({"messages": USER, "logprobs": True}, CHAT).logprobs == 0
-    assert fields.parse({"messages": USER, "logprobs": False, "top_logprobs": 0}, CHAT).logprobs is None
+    assert parsing.parse({"messages": USER, "logprobs": True}, CHAT).logprobs == 0
+    assert parsing.parse({"messages": USER, "logprobs": False, "top_logprobs": 0}, CHAT).logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def test_chat_fields():
 )
 def test_refused_chat_fields(body, param):
     with pytest.raises(InvalidRequest) as caught:
-        fields.parse({"messages": USER, **body}, CHAT)
+        parsing.parse({"messages": USER, **body}, CHAT)
     assert caught.value.param == param
 
 
 def test_messages_are_made_plain():
-    parsed = fields.parse(
+    parsed = parsing.parse(
         {
             "messages": [
                 {"role": "developer", "content": "be brief"},
@@ -330,7 +330,7 @@ def test_messages_are_made_plain():
 def sent_back(**turn):
     """What becomes of a turn of the assistant."""
     messages = [*USER, {"role": "assistant", **turn}, *USER]
-    return fields.parse({"messages": messages}, CHAT).messages[1]
+    return parsing.parse({"messages": messages}, CHAT).messages[1]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_thoughts_are_no_content_and_have_one_name(turn):
 
 def test_results_of_functions():
     def result(message):
-        return fields.parse({"messages": [*USER, message]}, CHAT).messages[1]
+        return parsing.parse({"messages": [*USER, message]}, CHAT).messages[1]
 
     assert result({"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "4"}]})["content"] == "4"
     for nothing in ({}, {"content": None}, {"content": ""}, {"content": []}):
@@ -434,7 +434,7 @@ def test_a_message_at_fault_is_named_by_its_place():
         ([*USER, {"role": "assistant", "tool_calls": [CALL, {"id": "1"}]}], "messages[1].tool_calls[1] must be"),
     ]:
         with pytest.raises(InvalidRequest) as caught:
-            fields.parse({"messages": messages}, CHAT)
+            parsing.parse({"messages": messages}, CHAT)
         assert caught.value.message.startswith(said)
 
 
@@ -460,13 +460,13 @@ SCHEMA_TEXT = '{"b": 1, "a": {"é": []}}'  # in the order that was given
 )
 def test_response_formats_are_guides(format, name, value):
     for body, table in (({"messages": USER}, CHAT), ({"prompt": "x"}, COMPLETIONS), ({"prompt": "x"}, fields.GENERATE)):
-        parsed = fields.parse(body | {"response_format": format}, table)
+        parsed = parsing.parse(body | {"response_format": format}, table)
         assert {guide: getattr(parsed, guide) for guide in fields.GUIDED} == dict.fromkeys(fields.GUIDED) | {name: value}
         assert parsed.guide_field == "response_format"
 
 
 def test_the_response_format_of_free_text_is_none():
-    parsed = fields.parse({"messages": USER, "response_format": {"type": "text"}, "guided_regex": "x"}, CHAT)
+    parsed = parsing.parse({"messages": USER, "response_format": {"type": "text"}, "guided_regex": "x"}, CHAT)
     assert (parsed.guided_regex, parsed.guide_field) == ("x", None)
 
 
@@ -490,7 +490,7 @@ def test_the_response_format_of_free_text_is_none():
 )
 def test_response_formats_that_say_nothing_are_refused(format, message):
     with pytest.raises(InvalidRequest, match="^response_format .*" + re.escape(message)) as caught:
-        fields.parse({"messages": USER, "response_format": format}, CHAT)
+        parsing.parse({"messages": USER, "response_format": format}, CHAT)
     assert caught.value.param == "response_format"
 
 
@@ -512,14 +512,14 @@ def test_guides_are_text():
 
 
 def test_tools_and_choices():
-    parsed = fields.parse({"messages": USER, "tools": [TOOL]}, CHAT)
+    parsed = parsing.parse({"messages": USER, "tools": [TOOL]}, CHAT)
     assert (parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls) == ((TOOL,), "auto", True)
     named = {"type": "function", "function": {"name": "f"}}
-    assert fields.parse({"messages": USER, "tools": [TOOL], "tool_choice": named}, CHAT).tool_choice.name == "f"
+    assert parsing.parse({"messages": USER, "tools": [TOOL], "tool_choice": named}, CHAT).tool_choice.name == "f"
 
 
 def test_generate_takes_no_logprobs_and_one_sample():
-    assert fields.parse({"prompt": "x", "n": 1}, GENERATE).prompt == ("x",)
+    assert parsing.parse({"prompt": "x", "n": 1}, GENERATE).prompt == ("x",)
     for body, param in [
         ({"logprobs": 1}, "logprobs"),
         ({"n": 2}, "n"),
@@ -527,7 +527,7 @@ def test_generate_takes_no_logprobs_and_one_sample():
         ({"prompt": None}, "prompt"),
     ]:
         with pytest.raises(InvalidRequest) as caught:
-            fields.parse({"prompt": "x", **body}, GENERATE)
+            parsing.parse({"prompt": "x", **body}, GENERATE)
         assert caught.value.param == param
 
 
@@ -636,7 +636,7 @@ def test_whatever_is_refused_is_named(kind):
             except ValueError:
                 refused += 1
                 with pytest.raises(InvalidRequest) as caught:
-                    fields.checked({name: value}, TABLES[kind])
+                    parsing.checked({name: value}, TABLES[kind])
                 assert caught.value.param == name
                 assert re.match(rf"{re.escape(name)}[ .\[]", caught.value.message)
         assert refused, name
@@ -714,7 +714,7 @@ def test_only_the_seed_of_minus_1_is_random():
 
 
 def test_silence_is_greedy_but_on_v1():
-    limits = ModelLimits("tiny", 32, 300, defaults=SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.1))
+    limits = ModelLimits("tiny", 32, 300, defaults=RequestFields(temperature=0.6, top_k=20, repetition_penalty=1.1))
     assert built(limits=limits).sampling[0].temperature == 0.0
     assert built(limits=limits).sampling[0].top_k == 0
     of_model = built(limits=limits, model_defaults=True, top_k=5).sampling[0]
@@ -738,7 +738,7 @@ def test_another_model_is_not_found():
 
 def test_generation_config():
     read = sampling_defaults({"temperature": 0.7, "top_p": 0.8, "do_sample": True, "top_k": None, "eos_token_id": [1]})
-    assert read == SamplingDefaults(temperature=0.7, top_p=0.8)
+    assert read == RequestFields(temperature=0.7, top_p=0.8)
     with pytest.raises(StartError, match="generation_config.json: top_p must be"):
         sampling_defaults({"top_p": 7})
 
@@ -783,7 +783,7 @@ def test_adapters_that_are_not_there(limits, asked, error, param, said):
 
 
 def test_the_adapter_id_travels():
-    request = decode_fields.fields_to_proto(fields.parse({"prompt": "x"}, fields.COMPLETIONS))
+    request = decode_fields.fields_to_proto(parsing.parse({"prompt": "x"}, fields.COMPLETIONS))
     assert request.lora_adapter_id == ""
     parsed = decode_fields.fields_from_proto(DecodeRequest(lora_adapter_id="poet"))
     assert parsed.lora_adapter_id == "poet"

@@ -13,7 +13,7 @@ import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 
-from server.api import field_types, fields, peer_fields
+from server.api import field_types, fields, parsing, peer_fields
 from server.api.fields import CHAT, COMPLETIONS, GENERATE
 from server.errors import InvalidRequest
 
@@ -32,7 +32,7 @@ VALUES = [0, 1, -1, 0.5, 7, True, False, "x", "", [], [1], {}, {"a": 1}]
 
 def parse(route, **body):
     table, base = BASE[route]
-    return fields.parse(base | body, table)
+    return parsing.parse(base | body, table)
 
 
 @ROUTES
