@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: serve test test-fast test-clients protos clean
+.PHONY: serve test test-fast test-clients docs protos clean
 
 # Serves the default model: HTTP on 8000, gRPC on 9000. ARGS are options of `preheat serve`.
 serve: $(VENV)/.serve
@@ -45,9 +45,13 @@ $(VENV)/.test: pyproject.toml $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@ $(VENV)/.serve
 
-# Regenerates the committed protos/*_pb2* and their types, with the oldest grpcio-tools that pyproject.toml allows: what a newer
-# one generates refuses to run with the older grpcio and protobuf that are allowed too.
-protos:
+# Writes the tables of docs/api.md and the fields of protos/orchestrator.proto anew from the descriptions in server/api/fields.py.
+docs: $(VENV)/.test
+	$(BIN)/python -m server.api.document
+
+# The same, and regenerates the committed protos/*_pb2* and their types, with the oldest grpcio-tools that pyproject.toml allows: what
+# a newer one generates refuses to run with the older grpcio and protobuf that are allowed too.
+protos: docs
 	$(PYTHON) -m venv build/protos
 	build/protos/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 mypy-protobuf==5.1.0
 	PATH=build/protos/bin:$$PATH python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. \

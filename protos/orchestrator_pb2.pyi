@@ -129,8 +129,8 @@ class DecodeRequest(_message.Message):
     GUIDED_JSON_FIELD_NUMBER: _builtins.int
     GUIDED_REGEX_FIELD_NUMBER: _builtins.int
     GUIDED_GRAMMAR_FIELD_NUMBER: _builtins.int
-    GUIDED_CHOICE_FIELD_NUMBER: _builtins.int
     SHOW_TOOL_MARKERS_FIELD_NUMBER: _builtins.int
+    GUIDED_CHOICE_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
@@ -139,62 +139,100 @@ class DecodeRequest(_message.Message):
     num_samples: _builtins.int
     """Samples to generate from the prompt, 1 to 128. 0 means 1."""
     lora_adapter_id: _builtins.str
-    """No adapters are served: anything but an empty string is refused."""
+    """The LoRA adapter that answers. Empty: the one that `model` names, or none."""
     has_bos: _builtins.bool
     """The text begins with what stands for the model's BOS token, or wants none: none is added."""
     temperature: _builtins.float
-    """0 is greedy, the default. A finite number from 0."""
+    """begin fields
+    Divides the logits; 0 is greedy.
+    Allowed: 0 to 10^6; absent: 0.
+    """
     top_k: _builtins.int
-    """Keep the `top_k` most probable tokens, of equal ones those of the lowest ids; -1 or 0: all of them."""
+    """Keep the k most probable tokens, of equal ones those of the lowest ids; 0 and -1 keep all.
+    Allowed: -1 to 2^31 - 1; absent: 0.
+    """
     top_p: _builtins.float
-    """Keep the fewest tokens, most probable first, whose probabilities reach `top_p`, in (0, 1]; of equal ones those of the lowest ids."""
+    """Keep the fewest tokens, most probable first, that together have this probability; of equal ones those of the lowest ids.
+    Allowed: above 0, to 1; absent: 1.
+    """
     min_p: _builtins.float
-    """Keep tokens at least `min_p` times as probable as the most probable one, in [0, 1]."""
+    """Keep tokens at least this many times as probable as the most probable one.
+    Allowed: 0 to 1; absent: 0.
+    """
     seed: _builtins.int
-    """The same seed gives the same tokens; without one, or with -1, a random seed is taken."""
+    """The same seed gives the same tokens; -1 is a random one.
+    Allowed: -2^63 to 2^63 - 1.
+    """
     min_tokens: _builtins.int
-    """EOS and `stop_token_ids` cannot be chosen before so many tokens. At most `max_tokens`."""
+    """EOS and stop_token_ids cannot come before so many tokens, at most max_tokens.
+    Allowed: 0 to 2^31 - 1; absent: 0.
+    """
     ignore_eos: _builtins.bool
     """EOS does not end generation."""
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens already generated, -2 to 2."""
+    """Subtracted from the logits of tokens that were generated before.
+    Allowed: -2 to 2; absent: 0.
+    """
     frequency_penalty: _builtins.float
-    """Subtracted once per time a token was generated, -2 to 2."""
+    """Subtracted from a token's logit once for each time it was generated.
+    Allowed: -2 to 2; absent: 0.
+    """
     repetition_penalty: _builtins.float
-    """Divides (or multiplies, below 0) the logits of tokens of the prompt and generated, 0.001 to 1000; 1 is off."""
+    """Divides the logits (multiplies, below 0) of tokens of the prompt and the answer; 1 is off.
+    Allowed: 0.001 to 1000; absent: 1.
+    """
     logprobs: _builtins.int
-    """Report log-probs of the generated tokens, each with so many alternatives (0 to 20)."""
+    """Log-probs of the generated tokens, each with so many alternatives (on chat true, and top_logprobs).
+    Allowed: 0 to 20.
+    """
     prompt_logprobs: _builtins.int
-    """Report log-probs of the prompt's tokens, each with so many alternatives (0 to 20)."""
+    """Log-probs of the prompt's tokens, each with so many alternatives.
+    Allowed: 0 to 20.
+    """
     want_text: _builtins.bool
-    """Send text although the prompt was given as token ids."""
+    """The answer has text although the prompt was given as token ids."""
     echo: _builtins.bool
-    """Send the prompt's text and token ids back before anything else."""
+    """The prompt comes back before the answer."""
     prompt_only: _builtins.bool
-    """Generate nothing: only the prompt's log-probs are wanted. `max_tokens` must be 0."""
+    """Generate nothing: only the prompt's log-probs are wanted. max_tokens must be 0."""
     request_id: _builtins.str
-    """Appears in the server's log and in the answer. At most 256 printable characters."""
+    """Appears in the server's log and in the answer.
+    Allowed: a text of 1 to 256 characters.
+    """
     model: _builtins.str
-    """The served model's name, checked where it is given."""
+    """The served model's name, which is checked, or an adapter's (--lora), which then answers."""
     model_defaults: _builtins.bool
-    """Where this request is silent the model's generation_config.json decides, then temperature 1, as over /v1/*."""
+    """Where this request is silent the model's generation_config.json decides, then temperature is 1, as over /v1/*."""
     priority: _builtins.int
-    """Lower goes first; the default is 0."""
+    """Lower goes first.
+    Allowed: -1000 to 1000; absent: 0.
+    """
     guided_json: _builtins.str
-    """Structured output, at most one of these four, each of at most 65,536 characters: the text keeps to a JSON schema (a JSON
-    object), to a regular expression (Rust's syntax, without look-around), to a grammar (Lark's or GBNF's syntax, as
-    llguidance takes them), or is one of up to 1024 non-empty choices. What cannot be compiled is refused.
+    """The answer keeps to this JSON schema (an object, or its text). Of the fields guided_* at most one may be given.
+    Allowed: a text of 1 to 65536 characters.
     """
     guided_regex: _builtins.str
+    """The whole answer matches this regular expression (Rust's syntax, no look-around).
+    Allowed: a text of 1 to 65536 characters.
+    """
     guided_grammar: _builtins.str
+    """The answer keeps to this grammar (GBNF or Lark).
+    Allowed: a text of 1 to 65536 characters.
+    """
     show_tool_markers: _builtins.bool
     """The text shows the control tokens by which the model marks a tool call; it leaves them out otherwise."""
     parse_special: _builtins.bool
-    """False: control tokens that `text_content` spells stay text. The default is true."""
+    """False: control tokens that a raw prompt spells stay text, as they do in messages always.
+    Absent: true.
+    """
     skip_special_tokens: _builtins.bool
-    """False: the text shows control tokens, which it leaves out otherwise; stop strings see them. The default is true."""
+    """False: the text shows control tokens, and stop strings see them.
+    Absent: true.
+    """
     add_special_tokens: _builtins.bool
-    """False: no BOS is added before `text_content`, as with `has_bos`. The default is true."""
+    """Whether BOS comes first.
+    end fields
+    """
     @_builtins.property
     def text_content(self) -> Global___DecodeRequest.TextContent:
         """The server tokenizes it; no chat template is applied. Control tokens that it spells become their ids, unless
@@ -209,18 +247,28 @@ class DecodeRequest(_message.Message):
     def metadata(self) -> Global___DecodeRequest.Metadata: ...
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Up to 16 non-empty strings; generation ends before the first of them that appears."""
+        """Generation ends before the first of these texts.
+        Allowed: a list of up to 16: texts of 1 to 1024 characters each.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end generation, besides the model's own EOS. At most 32."""
+        """Token ids that end generation, beside EOS.
+        Allowed: a list of up to 32: 0 to 2^31 - 1.
+        """
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids, -100 to 100. At most 300 entries."""
+        """Added to the logits of these token ids (the keys).
+        Allowed: an object of up to 300: -100 to 100.
+        """
 
     @_builtins.property
-    def guided_choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def guided_choice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The answer is one of these texts.
+        Allowed: a list of up to 1024: texts of 1 to 65536 characters each.
+        """
+
     def __init__(
         self,
         *,
@@ -256,8 +304,8 @@ class DecodeRequest(_message.Message):
         guided_json: _builtins.str | None = ...,
         guided_regex: _builtins.str | None = ...,
         guided_grammar: _builtins.str | None = ...,
-        guided_choice: _abc.Iterable[_builtins.str] | None = ...,
         show_tool_markers: _builtins.bool | None = ...,
+        guided_choice: _abc.Iterable[_builtins.str] | None = ...,
         parse_special: _builtins.bool | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         add_special_tokens: _builtins.bool | None = ...,

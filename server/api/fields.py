@@ -329,12 +329,12 @@ _GUIDES = (
         Door.HTTP,
         chat_types.any_grammar,
         "grammar",
-        'guided_grammar ("": none), or an object of type and value as in response_format.',
+        'The same as guided_grammar ("": none); or an object of type and value as in response_format.',
         (LLAMA, TGI),
     ),
-    Name(Door.HTTP, field_types.guide("guided_json", field_types.json_schema), "json_schema", "guided_json.", (LLAMA, SGLANG)),
-    Name(Door.HTTP, field_types.guide("guided_regex", field_types.grammar), "regex", "guided_regex.", (SGLANG,)),
-    Name(Door.HTTP, field_types.guide("guided_grammar", field_types.grammar), "ebnf", "guided_grammar.", (SGLANG,)),
+    Name(Door.HTTP, field_types.guide("guided_json", field_types.json_schema), "json_schema", "The same as guided_json.", (LLAMA, SGLANG)),
+    Name(Door.HTTP, field_types.guide("guided_regex", field_types.grammar), "regex", "The same as guided_regex.", (SGLANG,)),
+    Name(Door.HTTP, field_types.guide("guided_grammar", field_types.grammar), "ebnf", "The same as guided_grammar.", (SGLANG,)),
 )
 
 # Names that become no attribute: they are joined to others (``server/api/parsing.py``, ``server/proxy/tokenization.py``), or say nothing.
