@@ -37,8 +37,8 @@ MAX_SUPPRESSED = 32  # ids held back until min_tokens: EOS ids and stop_token_id
 class SamplingParams:
     """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/orchestrator/validation.py``).
 
-    The order of application is: logit_bias, suppressed ids, mask, penalties (presence and frequency over generated tokens,
-    repetition over prompt and generated), temperature, top-k, top-p, min-p.
+    The order of application is: logit_bias, suppressed ids, mask, penalties (repetition over prompt and generated tokens, then
+    frequency and presence over generated ones), temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0  # 0 is greedy

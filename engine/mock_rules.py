@@ -78,11 +78,11 @@ def choose(
     if mask is not None:
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)].astype(bool)
         logits[~allowed] = -np.inf
-    for token, count in generated.items():
-        logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
     for token in set(context):
         penalty = sampling.repetition_penalty
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token, count in generated.items():
+        logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * count
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     logits = logits / sampling.temperature

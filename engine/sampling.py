@@ -4,7 +4,7 @@ What costs something sits behind a `jax.lax.cond` on "any row needs it": log-pro
 their threshold by bisection over the float's bits, 31 masked sums, instead of sorting the vocabulary. Of tokens that tie at the
 threshold those of the lowest ids are kept, as many as the filter's definition needs.
 
-Order of application: logit_bias, suppressed ids, mask, penalties, temperature, top-k, top-p, min-p.
+`SamplingParams` says in which order options are applied.
 """
 
 from __future__ import annotations

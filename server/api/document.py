@@ -120,6 +120,10 @@ def _sampling() -> str:
     return _table(("field", "allowed", "absent", "meaning"), rows)
 
 
+def _order() -> str:
+    return f"They are applied in this order: `logit_bias`, `min_tokens`, grammar, {_named(fields.OPTIONS)}.\n"
+
+
 def _honoured() -> str:
     names = dict.fromkeys(name for table in _ROUTES.values() for name, field in table.items() if field.of)
     rows = []
@@ -187,7 +191,7 @@ def _proto_words(name: str, description: Description) -> str:
 
 
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
-    API: {"fields": _sampling, "honoured": _honoured, "refused": _refused, "ignored": _ignored, "numbers": _numbers},
+    API: {"fields": _sampling, "order": _order, "honoured": _honoured, "refused": _refused, "ignored": _ignored, "numbers": _numbers},
     PROTO: {"fields": _proto_fields},
 }
 

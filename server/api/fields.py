@@ -48,7 +48,26 @@ class RequestFields:
         flag=True,
     )
 
-    # Numbers of the sampler.
+    # Numbers of the sampler, in the order in which it applies them.
+    repetition_penalty: float | None = option(
+        number(1e-3, 1e3),
+        Wire(31, "optional double"),
+        about="Divides the logits (multiplies, below 0) of tokens of the prompt and the answer; 1 is off.",
+        neutral=1.0,
+        of_model=True,
+    )
+    frequency_penalty: float | None = option(
+        number(-2, 2),
+        Wire(30, "optional double"),
+        about="Subtracted from a token's logit once for each time it was generated.",
+        neutral=0.0,
+    )
+    presence_penalty: float | None = option(
+        number(-2, 2),
+        Wire(29, "optional double"),
+        about="Subtracted from the logits of tokens that were generated before.",
+        neutral=0.0,
+    )
     temperature: float | None = option(
         number(0, 1e6), Wire(20, "optional double"), about="Divides the logits; 0 is greedy.", neutral=1.0, of_model=True, plain=0.0
     )
@@ -71,25 +90,6 @@ class RequestFields:
         Wire(23, "optional double"),
         about="Keep tokens at least this many times as probable as the most probable one.",
         neutral=0.0,
-        of_model=True,
-    )
-    presence_penalty: float | None = option(
-        number(-2, 2),
-        Wire(29, "optional double"),
-        about="Subtracted from the logits of tokens that were generated before.",
-        neutral=0.0,
-    )
-    frequency_penalty: float | None = option(
-        number(-2, 2),
-        Wire(30, "optional double"),
-        about="Subtracted from a token's logit once for each time it was generated.",
-        neutral=0.0,
-    )
-    repetition_penalty: float | None = option(
-        number(1e-3, 1e3),
-        Wire(31, "optional double"),
-        about="Divides the logits (multiplies, below 0) of tokens of the prompt and the answer; 1 is off.",
-        neutral=1.0,
         of_model=True,
     )
 

@@ -122,6 +122,13 @@ def test_penalties_count_generated_tokens():
     assert engine.read(engine.generate([Row(0, 1)])).tokens[0] == ord("b")  # log 0.6 - 1 < log 0.4
 
 
+def test_repetition_comes_before_presence():
+    """2 log 0.8 - 1 = -1.45 is more than log 0.2 = -1.61; 2 (log 0.8 - 1) = -2.45 would be less."""
+    engine = MockEngine(Table({}, otherwise={ord("a"): 0.8, ord("b"): 0.2}))
+    assert start(engine, "x", 0, [1], SamplingParams(repetition_penalty=2.0, presence_penalty=1.0)) == ord("a")
+    assert engine.read(engine.generate([Row(0, 1)])).tokens[0] == ord("a")
+
+
 def test_mask_restricts_a_slot():
     engine = MockEngine()
     start(engine, "a", 0, [1])
