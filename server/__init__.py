@@ -16,8 +16,9 @@ The rooms, from the roof down. Each imports only rooms below it (``tests/server/
 
 Three ways through the house:
 
-* A request: ``proxy.routes`` -> ``api.parsing`` -> ``client`` -> ``grpc.decode`` -> ``orchestrator.validation`` ->
-  ``orchestrator.orchestrator`` -> prefill, generate, detokenize -> ``grpc.streams`` -> ``proxy.answer_formats``.
+* A request: ``proxy.endpoints`` -> ``proxy.answering`` -> ``api.parsing`` -> ``client`` -> ``grpc.decode`` ->
+  ``orchestrator.validation`` -> ``orchestrator.orchestrator`` -> prefill, generate, detokenize -> ``grpc.streams`` ->
+  ``proxy.answer_formats``.
 * A start: ``commands.cli`` -> ``config.commands`` -> ``commands.serve`` -> ``start.warm_engine`` -> ``start.proof`` -> ready.
 * A step: ``orchestrator.generate_worker`` asks ``orchestrator.scheduler`` for rows, the engine for tokens, and commits them.
 """

@@ -42,16 +42,16 @@ logger = logging.getLogger(__name__)
 BODY_LIMIT = 16 * 2**20  # bytes, as sent and as decompressed
 ENCODINGS = ("gzip", "deflate")  # of bodies
 MAX_DEPTH = 64  # of nested lists and objects
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/warmup", "/openapi.json"})
 Result = TypeVar("Result")
 
 
 class Front:
-    """See the module. ``api_keys``: any of them is let in; none: everybody is."""
+    """See the module. ``api_keys``: any of them is let in; none: everybody is, as to ``open_paths``."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: frozenset[str]):
         self._app = app
         self._keys = tuple(key.encode() for key in api_keys)
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +70,7 @@ class Front:
             await send(message)
 
         try:
-            if self._keys and scope["path"] not in OPEN_PATHS:
+            if self._keys and scope["path"] not in self._open_paths:
                 self._check_key(headers.get(b"authorization"))
             await self._app(scope, receive, send_with_id)
         except ServerError as error:

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from engine.mock import Table
 from server.api import fields
 from server.proxy import openapi
+from server.proxy.endpoints import ENDPOINTS
 from server.proxy.routes import make_app
 
-DOCUMENT = openapi.document()
+DOCUMENT = openapi.document(ENDPOINTS)
 NEXT = Table({token: {(token + 1) % 256: 0.9, 257: 0.1} for token in range(256)})
 KEYWORDS = {
     "type", "enum", "anyOf", "items", "properties", "required", "additionalProperties", "minimum", "maximum",
