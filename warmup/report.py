@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NotRequired, TypedDict
 
 from warmup.guard import Guard
 
@@ -50,7 +50,7 @@ class ProgramReport:
     memory: ProgramMemory = ProgramMemory()
     touched: bool = False
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, str | int | float | None]:
         return {
             "name": self.name,
             "source": self.source,
@@ -64,6 +64,21 @@ class ProgramReport:
             "temp_bytes": self.memory.temp,
             "code_bytes": self.memory.code,
         }
+
+
+class Snapshot(TypedDict):
+    """The JSON of ``GET /warmup``."""
+
+    mode: str
+    state: str
+    programs: list[dict[str, str | int | float | None]]
+    done: int
+    total: int
+    eta_seconds: float | None
+    startup: dict[str, float | None]  # seconds of each stage; null for one that has not ended, or is left out
+    compiles_since_ready: int
+    traces_since_ready: int
+    error: NotRequired[str]
 
 
 class WarmupReport:
@@ -180,12 +195,12 @@ class WarmupReport:
         with self._lock:
             return tuple(dataclasses.replace(row) for row in self._programs.values())
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> Snapshot:
         """The JSON of ``GET /warmup``. ``eta_seconds`` is null until it can be told, 0 when there is nothing left."""
         serving = None if self._guard is None else self._guard.counts("serving")
         with self._lock:
             rows = self._programs.values()
-            result: dict[str, object] = {
+            result: Snapshot = {
                 "mode": self.mode,
                 "state": self._state,
                 "programs": [row.as_dict() for row in rows],

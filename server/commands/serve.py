@@ -97,7 +97,7 @@ class Server:
                 self.proxy = proxy_process.start(self.config, self.grpc.local_address)
                 threading.Thread(target=self._watch_proxy, name="watch-proxy", daemon=True).start()
             if self.config.metrics_port is not None:
-                _serve_metrics(self.config, self.metrics)
+                _serve_metrics(self.config, self.config.metrics_port, self.metrics)
             logger.info("serving %sgRPC on %s; loading %s", self._http_part(), self.grpc.address, self.config.model)
             threading.Thread(target=self._start, name="start", daemon=True).start()
             threading.Thread(target=self._log_progress, name="progress", daemon=True).start()
@@ -177,7 +177,7 @@ class Server:
         logger.info("programs of this server, times in seconds, sizes in MiB:\n%s", self.report.table())
         logger.info(
             "ready after %.1f s (imports %.1f, weights %.1f, programs %.1f, proof %.1f): %s%s on gRPC %s",
-            startup["seconds_total"], startup["seconds_import"], startup["seconds_weights"] or 0.0,
+            startup["seconds_total"] or 0.0, startup["seconds_import"] or 0.0, startup["seconds_weights"] or 0.0,
             startup["seconds_programs"] or 0.0, startup["seconds_proof"] or 0.0, self._http_part(),
             self.config.served_model_name, self.grpc.address,
         )  # fmt: skip
@@ -254,13 +254,13 @@ def _read_tls(config: ServeConfig) -> tuple[bytes, bytes] | None:
     return config.tls_cert.read_bytes(), config.tls_key.read_bytes()
 
 
-def _serve_metrics(config: ServeConfig, metrics: Metrics) -> None:
+def _serve_metrics(config: ServeConfig, port: int, metrics: Metrics) -> None:
     import prometheus_client
 
     try:
-        server, _ = prometheus_client.start_http_server(config.metrics_port, config.host, metrics.registry)
+        server, _ = prometheus_client.start_http_server(port, config.host, metrics.registry)
     except OSError as error:
         raise StartError(
-            f"--metrics-port {config.metrics_port}: cannot listen on {config.host}: {error.strerror}; choose another port"
+            f"--metrics-port {port}: cannot listen on {config.host}: {error.strerror}; choose another port"
         ) from None
     logger.info("metrics on http://%s:%d/metrics", config.host, server.server_port)

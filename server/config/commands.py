@@ -304,12 +304,12 @@ class ProxyConfig:
         _check_tls(self.tls_cert, self.tls_key)
 
 
-def load_serve_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> ServeConfig:
+def load_serve_config(arguments: Mapping[str, str | list[str] | None], environment: Mapping[str, str]) -> ServeConfig:
     """See `options.load`."""
     return options.load(ServeConfig, arguments, environment)
 
 
-def load_proxy_config(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> ProxyConfig:
+def load_proxy_config(arguments: Mapping[str, str | list[str] | None], environment: Mapping[str, str]) -> ProxyConfig:
     """See `options.load`."""
     return options.load(ProxyConfig, arguments, environment)
 

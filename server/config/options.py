@@ -25,8 +25,8 @@ ENVIRONMENT_PREFIX = "PREHEAT_"
 
 
 def option(
-    default: Any,
-    parse: Callable[[str], Any],
+    default: object,
+    parse: Callable[[str], object],
     help: str,
     *,
     metavar: str | None = None,
@@ -34,7 +34,7 @@ def option(
     shown: str | None = None,
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is an option.
+    """A dataclass field that is an option; of whatever type the field has.
 
     ``parse`` makes the value from text and raises `ValueError` that says what is allowed. ``many``: comma-separated and
     repeatable, parsed one by one into a tuple. ``shown`` is the default in ``--help`` where it is not the field's own.
@@ -175,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser, config: type) -> None:
         parser.add_argument(flag_name(field.name), help=help_text, **keywords)
 
 
-def load(config: type[Config], arguments: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+def load(config: type[Config], arguments: Mapping[str, str | list[str] | None], environment: Mapping[str, str]) -> Config:
     """Makes a configuration.
 
     Args: config: a dataclass made of `option` fields; its ``__post_init__`` may raise `StartError`. arguments: of the
@@ -187,12 +187,12 @@ def load(config: type[Config], arguments: Mapping[str, Any], environment: Mappin
     """
     fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     file = arguments.get("config") or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
-    from_file = _read_file(file, fields) if file else {}
+    from_file = _read_file(str(file), fields) if file else {}
     values = {}
     for name, field in fields.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
-        if arguments.get(name) is not None:
-            values[name] = _parse(field, arguments[name], flag_name(name), "command line")
+        if (argument := arguments.get(name)) is not None:
+            values[name] = _parse(field, argument, flag_name(name), "command line")
         elif variable in environment:
             values[name] = _parse(field, environment[variable], variable, "environment")
         elif name in from_file:
@@ -200,7 +200,7 @@ def load(config: type[Config], arguments: Mapping[str, Any], environment: Mappin
     return config(**values)
 
 
-def _parse(field: dataclasses.Field, value: str | list[str], name: str, source: str) -> Any:
+def _parse(field: dataclasses.Field[object], value: str | list[str], name: str, source: str) -> object:
     many = field.metadata["many"]
     pieces = [value] if isinstance(value, str) else value
     shown = repr(",".join(pieces)) if field.repr else "(secret)"
@@ -217,7 +217,7 @@ def _parse(field: dataclasses.Field, value: str | list[str], name: str, source: 
         raise StartError(f"{name} = {shown} ({source}): {error}") from None
 
 
-def _read_file(file: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, str | list[str]]:
+def _read_file(file: str, fields: Mapping[str, dataclasses.Field[object]]) -> dict[str, str | list[str]]:
     """The options of a TOML file, as the texts a command line would have."""
     try:
         content = tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))

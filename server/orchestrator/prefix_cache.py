@@ -63,8 +63,8 @@ class PrefixCache:
     def known(self, tokens: Sequence[int], regime: Hashable = None) -> int:
         """How many pages `match` would give."""
         pages, node = 0, self._roots.get(regime)
-        for chunk in self._full_pages(tokens[: len(tokens) - 1]) if node is not None else ():
-            node = node.children.get(chunk)
+        for chunk in self._full_pages(tokens[: len(tokens) - 1]):
+            node = node.children.get(chunk) if node is not None else None
             if node is None:
                 break
             pages += 1

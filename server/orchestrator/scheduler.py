@@ -286,7 +286,7 @@ class Scheduler:
 
     def _awaits_pages_of_another(self, sequence: Sequence) -> bool:
         page = self._config.page_size
-        if not self._caches(sequence) or len(sequence.tokens) <= page:
+        if self._cache(self._groups[0], sequence) is None or len(sequence.tokens) <= page:
             return False
         begin, regime = sequence.tokens[:page], self._regime(sequence)
         return any(
@@ -298,8 +298,9 @@ class Scheduler:
             for other in self._running
         )
 
-    def _caches(self, sequence: Sequence) -> bool:
-        return self._groups[0].cache is not None and sequence.use_cache and sequence.max_tokens > 0
+    def _cache(self, group: Group, sequence: Sequence) -> PrefixCache | None:
+        """A group's cache, where it is for this sequence."""
+        return group.cache if sequence.use_cache and sequence.max_tokens > 0 else None
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Slot and pages for a prompt. A sequence that only scores its prompt needs neither."""
@@ -316,13 +317,15 @@ class Scheduler:
 
         def preference(group: Group) -> tuple[int, int]:
             balanced = freest - len(group.free_slots) <= slack
-            cached = group.cache.known(sequence.tokens, self._regime(sequence)) if balanced and self._caches(sequence) else 0
+            cache = self._cache(group, sequence) if balanced else None
+            cached = cache.known(sequence.tokens, self._regime(sequence)) if cache is not None else 0
             return -cached, -len(group.free_slots)
 
         return sorted((group for group in self._groups if group.free_slots), key=preference)
 
     def _reserve_in(self, group: Group, sequence: Sequence) -> bool:
-        shared = group.cache.match(sequence.tokens, self._regime(sequence)) if self._caches(sequence) else []
+        cache = self._cache(group, sequence)
+        shared = cache.match(sequence.tokens, self._regime(sequence)) if cache is not None else []
         needed = self._pages_for(len(sequence.tokens)) - len(shared)
         running = sum(self._group_of(other) is group for other in self._running)
         if needed + running > group.pool.available:

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from server.errors import StartError
 
@@ -51,7 +51,7 @@ class RequestTracer:
 
         assert live.ended is not None
         usage = live.usage
-        attributes: dict[str, Any] = {
+        attributes: dict[str, str | int] = {
             "preheat.request_id": live.request.id,
             "preheat.outcome": str(live.outcome),
             "gen_ai.usage.input_tokens": usage.prompt_tokens,

@@ -38,7 +38,7 @@ class ModelLimits:
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters, in the engine's order
 
 
-def sampling_defaults(generation_config: Mapping[str, Any], source: str = "generation_config.json") -> RequestFields:
+def sampling_defaults(generation_config: Mapping[str, object], source: str = "generation_config.json") -> RequestFields:
     """Reads a model's own sampling defaults, as if a request had asked for them.
 
     Raises:

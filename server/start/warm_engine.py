@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -50,6 +50,10 @@ from warmup.guard import Guard
 from warmup.prepare import Prepared, open_store, prepare_fitting
 from warmup.report import WarmupReport
 from warmup.weights import WeightsCache
+
+First = TypeVar("First")
+Second = TypeVar("Second")
+Result = TypeVar("Result")
 
 logger = logging.getLogger("preheat")
 
@@ -204,7 +208,7 @@ def warm_engine(config: ServeConfig, opened: OpenModel, report: WarmupReport, gu
             return engine, prepared, memory_plan
 
         abstract = make(layout).abstract_weights  # the same for any number of KV pages
-        weights, (engine, prepared, memory_plan), _ = _together(
+        weights, (engine, prepared, memory_plan) = _together(
             lambda: _load_weights(opened, abstract, report, config, installed.result), make_programs, lambda: opened.tokenizer
         )
         engine.set_weights(weights)
@@ -231,23 +235,27 @@ def _load_weights(
             cache = WeightsCache(config.warmup_cache, files, opened.config, abstract)
             cache = cache if cache.used else None
         weights = load_weights(checkpoint, opened.config, abstract, opened.adapters, cache=cache, stacker=stacker)
-        return jax.block_until_ready(weights)
+        jax.block_until_ready(weights)
+        return weights
 
 
-def _together(*functions: Callable[[], Any]) -> tuple[Any, ...]:
-    """Runs all at the same time; the first error is raised without waiting for the others."""
-    futures: list[concurrent.futures.Future] = []
-    for function in functions:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        futures.append(future)
-        threading.Thread(target=_fulfil, args=(future, function), name="start-up", daemon=True).start()
+def _together(first: Callable[[], First], second: Callable[[], Second], third: Callable[[], object]) -> tuple[First, Second]:
+    """Runs all three at the same time; the first error is raised without waiting for the others."""
+    one, two = _begin(first), _begin(second)
+    futures: list[concurrent.futures.Future[Any]] = [one, two, _begin(third)]
     done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
     for future in done:
         future.result()
-    return tuple(future.result() for future in futures)
+    return one.result(), two.result()
 
 
-def _fulfil(future: concurrent.futures.Future, function: Callable[[], object]) -> None:
+def _begin(function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    threading.Thread(target=_fulfil, args=(future, function), name="start-up", daemon=True).start()
+    return future
+
+
+def _fulfil(future: concurrent.futures.Future[Result], function: Callable[[], Result]) -> None:
     try:
         future.set_result(function())
     except BaseException as error:  # raised again by who waits

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from server.errors import InvalidRequest
 from server.text import gbnf, json_schemas
@@ -36,6 +37,7 @@ LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 
 
 _PLACE = re.compile(r"^(?:at )?([0-9]+)\([0-9]+\): ")  # line and column, as llguidance's errors begin
 
+Mask = npt.NDArray[np.uint32]  # [ceil(vocab_size / 32)], little end first: a set bit allows a token
 Constraint = str | tuple[str, ...]  # of guided_choice texts, else one text
 
 
@@ -61,7 +63,7 @@ class Matcher:
         self._digits = 0  # with which the text ends, as far as it was written
         self.finished = False  # the text is complete and nothing can follow
 
-    def mask(self) -> np.ndarray:
+    def mask(self) -> Mask:
         """The tokens that may come next, as `engine.api.Engine.set_mask` takes them: uint32 [ceil(vocab_size / 32)].
 
         Raises:
@@ -103,8 +105,8 @@ class Numbers:
     has digits and none of these is within a number.
     """
 
-    digits: np.ndarray
-    text: np.ndarray
+    digits: Mask
+    text: Mask
     tokenizer: Tokenizer
 
     @classmethod
@@ -114,7 +116,7 @@ class Numbers:
         text = np.array([tokenizer.token_bytes(id) in (b'"', b"a") for id in range(ids)], bool)
         return cls(_mask(digits, ids, vocab_size), _mask(text, ids, vocab_size), tokenizer)
 
-    def ended(self, mask: np.ndarray) -> np.ndarray:
+    def ended(self, mask: Mask) -> Mask:
         """The mask without digits, if it is a number's and that may end here."""
         others = mask & ~self.digits
         return others if others.any() and not (mask & self.text).any() else mask
@@ -134,18 +136,18 @@ class Guide:
     _prototype: llguidance.LLMatcher
     _ids: int  # those below it may be allowed
     _vocab_size: int
-    _eos: np.ndarray  # a mask
+    _eos: Mask
     numbers: Numbers | None = None  # where the text is JSON
 
     def matcher(self, *, ignore_eos: bool = False) -> Matcher:
         """For one sample. With ``ignore_eos`` EOS is allowed only where nothing else is."""
         return Matcher(self, self._prototype.deep_copy(), ignore_eos=ignore_eos)
 
-    def fit(self, bits: bytes) -> np.ndarray:
+    def fit(self, bits: bytes) -> Mask:
         """A mask of the tokenizer's vocabulary as one of the model's."""
         return fit(bits, self._ids, self._vocab_size)
 
-    def without_eos(self, mask: np.ndarray) -> np.ndarray:
+    def without_eos(self, mask: Mask) -> Mask:
         return mask & ~self._eos
 
 
@@ -278,7 +280,7 @@ class _Vocabulary:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_bos=False)
 
 
-def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
+def fit(bits: bytes, ids: int, vocab_size: int) -> Mask:
     """A bit mask whose first ``ids`` bits count as one of the model's: uint32 [ceil(vocab_size / 32)]."""
     mask = np.zeros(-(-vocab_size // 32) * 4, np.uint8)
     whole, rest = divmod(ids, 8)
@@ -289,7 +291,7 @@ def fit(bits: bytes, ids: int, vocab_size: int) -> np.ndarray:
     return mask.view(np.uint32)
 
 
-def _mask(allowed: np.ndarray, ids: int, vocab_size: int) -> np.ndarray:
+def _mask(allowed: npt.NDArray[np.bool_], ids: int, vocab_size: int) -> Mask:
     """Of a bool for each of the first ``ids`` tokens."""
     return fit(np.packbits(allowed, bitorder="little").tobytes(), ids, vocab_size)
 

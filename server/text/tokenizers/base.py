@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from server.errors import InvalidRequest
 from server.text.tokenizers.chat import ChatTemplate, unmark
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
-    info: Mapping[str, Any]  # what it says of itself, by the names of a tokenizer_config.json
+    info: Mapping[str, object]  # what it says of itself, by the names of a tokenizer_config.json
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a raw text.
@@ -123,13 +123,13 @@ class BytesTokenizer(abc.ABC):
         special: SpecialTokens,
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
     ):
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
-        self.info = {"tokenizer_class": type(self).__name__, **(info or {})}
+        self.info: Mapping[str, object] = {"tokenizer_class": type(self).__name__, **(info or {})}
         self.special = special
         self.prefix = list(prefix)  # what an encoded text begins with: BOS, mostly
         self._bytes: dict[int, bytes] = {}  # as they are asked for

@@ -89,7 +89,7 @@ def declared(path: pathlib.Path) -> Declared:
     return Declared(config, names, tuple(tokens), special)
 
 
-def read_json(file: pathlib.Path) -> dict:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
     """A JSON object; empty where the file does not exist."""
     if not file.exists():
         return {}
@@ -109,7 +109,7 @@ def read_text(file: pathlib.Path) -> str:
         raise StartError(f"{file} is not UTF-8 ({error}); download it again") from None
 
 
-def _merge(config: dict[str, Any], names: Mapping[str, Any]) -> None:
+def _merge(config: dict[str, Any], names: Mapping[str, object]) -> None:
     """Puts a special_tokens_map.json over the configuration; lists are joined."""
     for key, value in names.items():
         if isinstance(value, list) and isinstance(old := config.get(key), list):
@@ -125,7 +125,7 @@ def _special(config: Mapping[str, Any], source: pathlib.Path) -> Iterable[Specia
         for key, value in config.items()
         if key.endswith("_token") and key not in NAMED and isinstance(value, (str, dict))
     ]
-    listed: list[Any] = []
+    listed: list[object] = []
     for key in LISTED:
         value = config.get(key) or []
         if isinstance(value, dict):  # names of the model's own
@@ -140,18 +140,18 @@ def _special(config: Mapping[str, Any], source: pathlib.Path) -> Iterable[Specia
             yield token
 
 
-def _token(value: Any, source: pathlib.Path) -> SpecialToken | None:
+def _token(value: object, source: pathlib.Path) -> SpecialToken | None:
     """A token as the files have it, a string or an object; `None` for null and the empty string."""
     if isinstance(value, str) or value is None:
         return SpecialToken(-1, value) if value else None
     content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, str):
+    if not isinstance(value, dict) or not isinstance(content, str):
         raise StartError(f"{source}: {json.dumps(value)[:80]} is no token; a string or an object with content is needed")
     flags = {name: value[name] for name in FLAGS if isinstance(value.get(name), bool)}
     return SpecialToken(-1, content, **flags) if content else None
 
 
-def _object(value: Any, source: pathlib.Path, name: str) -> dict:
+def _object(value: object, source: pathlib.Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StartError(f"{source}: {name} is {type(value).__name__} where an object is expected; correct it")
     return value

@@ -48,7 +48,7 @@ class FastTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
         unused: frozenset[int] = frozenset(),
     ):
         super().__init__(
@@ -106,7 +106,8 @@ class FastTokenizer(BytesTokenizer):
             return token.encode("utf-8")
         if self._byte_level:
             codes = [BYTE_ALPHABET.get(character) for character in token]
-            return token.encode("utf-8") if None in codes else bytes(codes)
+            known = [code for code in codes if code is not None]
+            return bytes(known) if len(known) == len(codes) else token.encode("utf-8")
         match = BYTE_PIECE.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace(SPACE, " ").encode("utf-8")
 

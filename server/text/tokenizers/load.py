@@ -46,10 +46,10 @@ def load_tokenizer(path: str | os.PathLike[str], template: pathlib.Path | None =
     )
 
 
-def _info(config: dict, names: Mapping[str, str | None]) -> dict[str, Any]:
+def _info(config: Mapping[str, object], names: Mapping[str, str | None]) -> dict[str, object]:
     """The configuration with tokens as their text, and without the template."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> object:
         if isinstance(value, dict):
             content = value.get("content")
             return content if isinstance(content, str) else {key: plain(item) for key, item in value.items()}
@@ -104,14 +104,16 @@ def _own_templates(path: pathlib.Path, found: Declared) -> tuple[dict[str, str],
         source = f"{path / 'chat_template.json'}: chat_template"
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         template = {entry.get("name"): entry.get("template") for entry in template}
-    templates: dict = template if isinstance(template, dict) else {} if template is None else {"default": template}
+    templates: dict[object, object]
+    templates = template if isinstance(template, dict) else {} if template is None else {"default": template}
     more = sorted((path / "additional_chat_templates").glob("*.jinja"))
     if more:
         templates |= {file.stem: read_text(file) for file in more}
         source = f"{source} or {more[0].parent}"
-    if not all(isinstance(name, str) and isinstance(text, str) for name, text in templates.items()):
+    named = {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
+    if len(named) < len(templates):
         raise StartError(f"{source} is {type(template).__name__}; a string or a list of named templates is needed")
-    return templates, source
+    return named, source
 
 
 def _fast(path: pathlib.Path, template: pathlib.Path | None) -> FastTokenizer:

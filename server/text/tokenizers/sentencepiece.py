@@ -45,7 +45,7 @@ class SentencePieceTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         prefix: Sequence[int],
         chat_template: ChatTemplate | None,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
         legacy: bool = True,
         space_first: bool = True,
     ):
@@ -77,11 +77,11 @@ class SentencePieceTokenizer(BytesTokenizer):
 
     def encode_plain(self, text: str, *, first: bool) -> list[int]:
         if self._legacy or first and self._space_first:
-            return self.processor.EncodeAsIds(text)
+            return list(self.processor.EncodeAsIds(text))
         if not text.startswith((" ", SPACE)):
-            return self._joined.EncodeAsIds(text)
+            return list(self._joined.EncodeAsIds(text))
         # The library may drop space at the beginning, so that something must come before it.
-        return self._joined.EncodeAsIds(self._unknown + text)[self._unknown_length :]
+        return list(self._joined.EncodeAsIds(self._unknown + text)[self._unknown_length :])
 
     def token_piece(self, id: int) -> str:
         own = 0 <= id < self._pieces and id not in self.special.by_id
@@ -113,4 +113,4 @@ def bpe_model(tokens: Sequence[str], scores: Sequence[float], types: Sequence[in
     model.normalizer_spec.name = "identity"
     model.normalizer_spec.add_dummy_prefix = add_space_prefix
     model.normalizer_spec.remove_extra_whitespaces = False
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())

@@ -60,7 +60,7 @@ class TekkenTokenizer(BytesTokenizer):
         eos_token_ids: Sequence[int],
         add_bos: bool,
         chat_template: ChatTemplate | None,
-        info: Mapping[str, Any] | None = None,
+        info: Mapping[str, object] | None = None,
     ):
         try:
             pattern, size, block = (
