@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.api.field_types import ANY_OBJECT, MAX_GRAMMAR, described, grammar, json_schema, shown, string, within_depth
+from server.api.field_types import ANY_OBJECT, MAX_GRAMMAR, described, grammar, json_schema, schema_of, shown, string, within_depth
 
 MAX_TOOLS = 128
 
@@ -55,7 +55,7 @@ _TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         },
     },
 })
-def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
+def chat_messages(value: object) -> tuple[Mapping[str, Any], ...]:
     """OpenAI's messages in the form that templates know: ``developer`` is spelled ``system``, text parts are one string.
 
     Clients send back what servers answered, so a turn of the assistant may have no content (then it is empty, and `None`
@@ -74,7 +74,7 @@ def chat_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(messages)
 
 
-def _message(value: Any) -> dict[str, Any]:
+def _message(value: object) -> dict[str, Any]:
     """One message. The texts of errors follow its place in the list."""
     if not isinstance(value, dict):
         raise ValueError(" must be an object")
@@ -100,7 +100,7 @@ def _message(value: Any) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, role: str) -> tuple[str | None, str]:
+def _content(value: object, role: str) -> tuple[str | None, str]:
     """A message's text, and what an assistant thought before it."""
     if value is None or isinstance(value, str):
         return value, ""
@@ -131,7 +131,7 @@ def _said_otherwise(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _past_calls(value: Any, function_call: Any) -> list[dict[str, Any]]:
+def _past_calls(value: object, function_call: object) -> list[dict[str, Any]]:
     """Calls that the assistant made. Templates expect arguments as an object, where OpenAI has its JSON text."""
     if not isinstance(value, list):
         raise ValueError(".tool_calls must be a list")
@@ -200,7 +200,7 @@ class ToolName:
         },
     },
 })
-def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+def tools(value: object) -> tuple[Mapping[str, Any], ...]:
     """OpenAI's tools, of which the only type is ``function``."""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise ValueError(f"must be a list of up to {MAX_TOOLS} tools")
@@ -238,7 +238,7 @@ def tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         },
     ]
 })
-def tool_choice(value: Any) -> str | ToolName:
+def tool_choice(value: object) -> str | ToolName:
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -248,7 +248,7 @@ def tool_choice(value: Any) -> str | ToolName:
 
 
 _SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-_TEXT: dict[str, Any] = {"anyOf": [grammar.schema, {"type": "null"}]}  # type: ignore[attr-defined]
+_TEXT: dict[str, Any] = {"anyOf": [schema_of(grammar), {"type": "null"}]}
 
 
 def _format(kind: str, **properties: Any) -> dict[str, Any]:
@@ -282,14 +282,14 @@ def _format(kind: str, **properties: Any) -> dict[str, Any]:
         _format("grammar", grammar=_TEXT, value=_TEXT),
     ]
 })
-def response_format(value: Any) -> tuple[str, str] | None:
+def response_format(value: object) -> tuple[str, str] | None:
     """OpenAI's ``response_format``, and what other servers add to it, as the field ``guided_*`` that says the same and its
     value; `None` for free text."""
     kinds = ("text", "json_object", "json_schema", "json", "regex", "grammar")
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "structural_tag":
         raise ValueError("of type structural_tag is not supported: use tools, or type grammar")
-    if kind not in kinds:
+    if not isinstance(value, dict) or kind not in kinds:
         raise ValueError(f"must be an object whose type is one of {', '.join(kinds)}")
     if kind == "text":
         return None
@@ -312,7 +312,7 @@ def response_format(value: Any) -> tuple[str, str] | None:
     return "guided_json", json_schema(schema)
 
 
-def _one_of(value: dict[str, Any], *keys: str) -> Any:
+def _one_of(value: Mapping[str, object], *keys: str) -> object:
     """What is called by one of these names; `None`: nothing is."""
     given = [key for key in keys if value.get(key) is not None]
     if len(given) > 1:
@@ -320,8 +320,8 @@ def _one_of(value: dict[str, Any], *keys: str) -> Any:
     return value[given[0]] if given else None
 
 
-@described({"anyOf": [{"type": "string", "maxLength": MAX_GRAMMAR}, response_format.schema]})  # type: ignore[attr-defined]
-def any_grammar(value: Any) -> tuple[str, str] | None:
+@described({"anyOf": [{"type": "string", "maxLength": MAX_GRAMMAR}, schema_of(response_format)]})
+def any_grammar(value: object) -> tuple[str, str] | None:
     """llama-server's ``grammar``, of which an empty one is none; or TGI's, which says its type as ``response_format`` does."""
     if isinstance(value, dict):
         return response_format(value)
@@ -332,7 +332,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @described({"type": "string", "enum": list(EFFORTS)})
-def reasoning_effort(value: Any) -> str:
+def reasoning_effort(value: object) -> str:
     """A variable of the chat template, as other servers have it; a template that does not ask for it takes no notice."""
     if not isinstance(value, str) or value not in EFFORTS:
         raise ValueError(f"must be one of {', '.join(EFFORTS)}")
@@ -340,7 +340,7 @@ def reasoning_effort(value: Any) -> str:
 
 
 @described({"type": "array", "items": {"type": "object"}})
-def documents(value: Any) -> tuple[Mapping[str, Any], ...]:
+def documents(value: object) -> tuple[Mapping[str, Any], ...]:
     """What the chat template may show to the model."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError("must be a list of objects")

@@ -79,7 +79,8 @@ def described(
     default: T, *names: Name, about: str = "", absent: str = "", wire: Wire | None = None, flag: bool = False
 ) -> T:
     """A dataclass's attribute with its description. The type is that of the attribute, for type checkers."""
-    return _attribute(default, Description(names, about, absent, wire, flag))
+    attribute: T = _attribute(default, Description(names, about, absent, wire, flag))
+    return attribute
 
 
 def option(
@@ -99,7 +100,7 @@ def option(
     return _attribute(None, Description((Name(Door.EVERYWHERE, check),), about, "", wire, True, taken))
 
 
-def _attribute(default: Any, description: Description) -> Any:
+def _attribute(default: object, description: Description) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: description})
 
 

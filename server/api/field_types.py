@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -27,30 +27,35 @@ MAX_GRAMMAR = 65_536  # characters of a schema, expression or grammar: server.te
 AS_MANY_AS_FIT = -1  # tokens
 ANY_OBJECT = '{"type": "object"}'  # the schema of any JSON object
 
-Check = Callable[[Any], Any]
+T = TypeVar("T")
+CheckOf = Callable[[object], T]
+Check = CheckOf[object]
+AnyCheck = TypeVar("AnyCheck", bound=Callable[..., object])
 Json = dict[str, Any]
 
+_SCHEMAS: dict[Callable[..., object], Json] = {}
 
-def described(schema: Json) -> Callable[[Check], Check]:
+
+def described(schema: Json) -> Callable[[AnyCheck], AnyCheck]:
     """Notes what a check allows as a JSON schema, for the API's description (``server/proxy/openapi.py``)."""
 
-    def note(check: Check) -> Check:
-        check.schema = schema  # type: ignore[attr-defined]
+    def note(check: AnyCheck) -> AnyCheck:
+        _SCHEMAS[check] = schema
         return check
 
     return note
 
 
-def schema_of(check: Check) -> Json:
+def schema_of(check: Callable[..., object]) -> Json:
     """What a check allows, as a JSON schema; it may allow less."""
-    return getattr(check, "schema", {})
+    return _SCHEMAS.get(check, {})
 
 
-def integer(low: int, high: int) -> Check:
+def integer(low: int, high: int) -> CheckOf[int]:
     allowed = f"must be an integer from {low} to {high}"
 
     @described({"type": "integer", "minimum": low, "maximum": high})
-    def check(value: Any) -> int:
+    def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
             raise ValueError(allowed)
         return value
@@ -58,7 +63,7 @@ def integer(low: int, high: int) -> Check:
     return check
 
 
-def number(low: float, high: float, *, above: bool = False) -> Check:
+def number(low: float, high: float, *, above: bool = False) -> CheckOf[float]:
     """A finite number in [low, high], or with ``above`` in (low, high]."""
     allowed = (
         f"must be a number above {low:g} and at most {high:g}"
@@ -67,8 +72,8 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
     )
 
     @described({"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high})
-    def check(value: Any) -> float:
-        if type(value) not in (int, float):
+    def check(value: object) -> float:
+        if not isinstance(value, (int, float)) or type(value) not in (int, float):
             raise ValueError(allowed)
         try:
             result = float(value)
@@ -82,14 +87,14 @@ def number(low: float, high: float, *, above: bool = False) -> Check:
 
 
 @described({"type": "boolean"})
-def boolean(value: Any) -> bool:
+def boolean(value: object) -> bool:
     if type(value) is not bool:
         raise ValueError("must be true or false")
     return value
 
 
 @described({"type": "string"})
-def string(value: Any) -> str:
+def string(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a string")
     try:
@@ -99,18 +104,18 @@ def string(value: Any) -> str:
     return value
 
 
-def unused(check: Check) -> Check:
+def unused(check: Check) -> CheckOf[None]:
     """A field that is checked and then says nothing."""
 
     @described(schema_of(check))
-    def checked(value: Any) -> None:
+    def checked(value: object) -> None:
         check(value)
 
     return checked
 
 
 @described({"type": "string", "minLength": 1, "maxLength": MAX_REQUEST_ID})
-def request_id(value: Any) -> str:
+def request_id(value: object) -> str:
     if (
         not isinstance(value, str)
         or not 0 < len(value) <= MAX_REQUEST_ID
@@ -121,7 +126,7 @@ def request_id(value: Any) -> str:
 
 
 @described({"type": "object"})
-def json_object(value: Any) -> Mapping[str, Any]:
+def json_object(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     string(json.dumps(value, ensure_ascii=False))
@@ -138,7 +143,7 @@ def json_object(value: Any) -> Mapping[str, Any]:
         },
     ]
 })
-def stop_strings(value: Any) -> tuple[str, ...]:
+def stop_strings(value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, (list, tuple)) or len(values) > MAX_STOP_STRINGS:
         raise ValueError(f"must be a string or up to {MAX_STOP_STRINGS} strings")
@@ -150,7 +155,7 @@ def stop_strings(value: Any) -> tuple[str, ...]:
 
 
 @described({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}})
-def token_ids(value: Any, limit: int | None = None) -> tuple[int, ...]:
+def token_ids(value: object, limit: int | None = None) -> tuple[int, ...]:
     """Token ids; whether the model knows them is checked later."""
     if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
         raise ValueError("must be a list of token ids (integers)")
@@ -167,7 +172,7 @@ def token_ids(value: Any, limit: int | None = None) -> tuple[int, ...]:
     "maxProperties": MAX_LOGIT_BIAS,
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 })
-def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping):
         raise ValueError("must be an object of token ids and numbers from -100 to 100")
     if len(value) > MAX_LOGIT_BIAS:
@@ -192,12 +197,12 @@ def logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     "maxItems": MAX_STOP_TOKEN_IDS,
     "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
 })
-def stop_token_ids(value: Any) -> tuple[int, ...]:
+def stop_token_ids(value: object) -> tuple[int, ...]:
     return token_ids(value, MAX_STOP_TOKEN_IDS)
 
 
 @described({"type": "string"})
-def prompt(value: Any) -> tuple[str]:
+def prompt(value: object) -> tuple[str]:
     """The only prompt of a request, as text."""
     return (string(value),)
 
@@ -213,7 +218,7 @@ _IDS: Json = {"type": "array", "items": {"type": "integer", "minimum": 0, "maxim
         {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 })
-def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     """A string, strings, token ids or lists of token ids, as one tuple of prompts."""
     if isinstance(value, str):
         return (string(value),)
@@ -233,22 +238,22 @@ def prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     raise ValueError(allowed)
 
 
-def only(*allowed: Any, because: str) -> Check:
+def only(*allowed: object, because: str) -> CheckOf[None]:
     """A field of which only these values are supported."""
 
     @described({"enum": list(allowed)} if allowed else {"type": "null"})
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not any(type(value) is type(item) and value == item for item in allowed):
             raise ValueError(because)
 
     return check
 
 
-def neutral(*allowed: Any, because: str) -> Check:
+def neutral(*allowed: object, because: str) -> CheckOf[None]:
     """A field that is not supported: only these values, which ask for nothing, may be given."""
     accepted = " or ".join(json.dumps(value) for value in (*allowed, None))
 
-    def check(value: Any) -> None:
+    def check(value: object) -> None:
         if not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
             raise ValueError(f"is not supported: {because}; only {accepted} is accepted")
 
@@ -256,15 +261,16 @@ def neutral(*allowed: Any, because: str) -> Check:
 
 
 @described({"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR})
-def grammar(value: Any) -> str:
+def grammar(value: object) -> str:
     """A regular expression or grammar; whether it can be compiled is found out later."""
-    if not string(value) or len(value) > MAX_GRAMMAR:
+    text = string(value)
+    if not 0 < len(text) <= MAX_GRAMMAR:
         raise ValueError(f"must have 1 to {MAX_GRAMMAR} characters")
-    return value
+    return text
 
 
 @described({"anyOf": [{"type": "object"}, {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR}]})
-def json_schema(value: Any) -> str:
+def json_schema(value: object) -> str:
     """A JSON schema, given as an object or as its JSON text; returned as text."""
     return grammar(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value)
 
@@ -275,7 +281,7 @@ def json_schema(value: Any) -> str:
     "maxItems": MAX_CHOICES,
     "items": {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR},
 })
-def choices(value: Any) -> tuple[str, ...]:
+def choices(value: object) -> tuple[str, ...]:
     """The texts that an answer may be."""
     if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_CHOICES:
         raise ValueError(f"must be a list of 1 to {MAX_CHOICES} strings")
@@ -288,14 +294,14 @@ def choices(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-Guide = tuple[str, Any]  # the field ``guided_*`` that says the same as a field of another server, and its value
+Guide = tuple[str, object]  # the field ``guided_*`` that says the same as a field of another server, and its value
 
 
-def guide(target: str, check: Check) -> Check:
+def guide(target: str, check: Check) -> CheckOf[Guide]:
     """A field of another server with the meaning of ``target``, one of ``guided_*``."""
 
     @described(schema_of(check))
-    def guiding(value: Any) -> Guide:
+    def guiding(value: object) -> Guide:
         return target, check(value)
 
     return guiding
@@ -308,15 +314,15 @@ _JSON_STYLE = {"whitespace_pattern": (), "disable_any_whitespace": (False,), "di
 @described({
     "type": "object",
     "properties": {
-        "json": {"anyOf": [*json_schema.schema["anyOf"], {"type": "null"}]},  # type: ignore[attr-defined]
-        "regex": {"anyOf": [grammar.schema, {"type": "null"}]},  # type: ignore[attr-defined]
-        "choice": {"anyOf": [choices.schema, {"type": "null"}]},  # type: ignore[attr-defined]
-        "grammar": {"anyOf": [grammar.schema, {"type": "null"}]},  # type: ignore[attr-defined]
+        "json": {"anyOf": [*schema_of(json_schema)["anyOf"], {"type": "null"}]},
+        "regex": {"anyOf": [schema_of(grammar), {"type": "null"}]},
+        "choice": {"anyOf": [schema_of(choices), {"type": "null"}]},
+        "grammar": {"anyOf": [schema_of(grammar), {"type": "null"}]},
         "json_object": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
         "structural_tag": {"type": "null"},
     },
 })
-def structured_outputs(value: Any) -> Guide:
+def structured_outputs(value: object) -> Guide:
     """vLLM's ``structured_outputs``."""
     if not isinstance(value, dict):
         raise ValueError("must be an object")
@@ -334,7 +340,7 @@ def structured_outputs(value: Any) -> Guide:
     if any_object:
         return "guided_json", ANY_OBJECT
     (name,) = given
-    check = {"json": json_schema, "choice": choices}.get(name, grammar)
+    check: Check = choices if name == "choice" else json_schema if name == "json" else grammar
     try:
         return f"guided_{name}", check(value[name])
     except ValueError as error:
@@ -345,7 +351,7 @@ def structured_outputs(value: Any) -> Guide:
     "type": "object",
     "properties": {"include_usage": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
 })
-def stream_options(value: Any) -> bool:
+def stream_options(value: object) -> bool:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     include = value.get("include_usage")
@@ -356,18 +362,18 @@ def stream_options(value: Any) -> bool:
     return bool(include)
 
 
-def token_limit(low: int) -> Check:
+def token_limit(low: int) -> CheckOf[int]:
     """llama-server's ``n_predict``: a number of tokens, or -1 for as many as fit (`AS_MANY_AS_FIT`)."""
     inner = integer(low, INT32_MAX)
 
     @described({"type": "integer", "minimum": AS_MANY_AS_FIT, "maximum": INT32_MAX})
-    def check(value: Any) -> int:
+    def check(value: object) -> int:
         return value if value == AS_MANY_AS_FIT and type(value) is int else inner(value)
 
     return check
 
 
-def within_depth(value: Any, limit: int) -> bool:
+def within_depth(value: object, limit: int) -> bool:
     """Lists and objects are nested at most ``limit`` deep. Level by level, so that the check cannot run out of stack."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(limit):
@@ -380,7 +386,7 @@ def within_depth(value: Any, limit: int) -> bool:
     return not level
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in an error message: short, printable, and never a huge integer's digits."""
     if type(value) is int and value.bit_length() > 128:
         return "an integer of more than 128 bits"

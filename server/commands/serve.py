@@ -53,8 +53,10 @@ def rehearse(config: ServeConfig) -> tuple[WarmEngine, WarmupReport]:
     Raises:
       StartError: as a start.
     """
-    private = {"host": "127.0.0.1", "grpc_port": 0, "no_http": True, "metrics_port": None, "api_key": ()}
-    server = Server(dataclasses.replace(config, warmup="aot", **private), time.monotonic())
+    private = dataclasses.replace(
+        config, warmup="aot", host="127.0.0.1", grpc_port=0, no_http=True, metrics_port=None, api_key=()
+    )
+    server = Server(private, time.monotonic())
     return server.rehearse(), server.report
 
 

@@ -44,7 +44,7 @@ def sampling_defaults(generation_config: Mapping[str, object], source: str = "ge
     Raises:
         StartError: a value is not allowed; requests that are silent would fail because of it.
     """
-    values = {}
+    values: dict[str, Any] = {}
     for name, option in fields.OPTIONS.items():
         value = generation_config.get(name)
         if option.of_model and value is not None:
