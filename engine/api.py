@@ -38,10 +38,11 @@ class SamplingParams:
     """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/orchestrator/validation.py``).
 
     The order of application is: logit_bias, suppressed ids, mask, penalties (repetition over prompt and generated tokens, then
-    frequency and presence over generated ones), temperature, top-k, top-p, min-p.
+    frequency and presence over generated ones), temperature, top-n-sigma, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0  # 0 is greedy
+    top_n_sigma: float = 0.0  # 0 and less are off
     top_k: int = 0  # 0 is off; of equal tokens those of the lowest ids are kept, by top-p too
     top_p: float = 1.0
     min_p: float = 0.0

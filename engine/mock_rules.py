@@ -68,7 +68,8 @@ def choose(
     """Chooses a token as `SamplingParams` says, one plain step after the other.
 
     Penalties are OpenAI's (presence, frequency) and of CTRL (repetition: arXiv 1909.05858, section 4.1); min-p keeps
-    what is at least ``min_p`` times as probable as the best (arXiv 2407.01082). The choice is a Gumbel-max draw.
+    what is at least ``min_p`` times as probable as the best (arXiv 2407.01082), top-n-sigma what is within so many standard
+    deviations of the largest logit (arXiv 2411.07641). The choice is a Gumbel-max draw.
     """
     logits = logprobs.copy()
     for token, bias in sampling.logit_bias:
@@ -86,6 +87,9 @@ def choose(
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     logits = logits / sampling.temperature
+    if sampling.top_n_sigma > 0:
+        possible = logits[np.isfinite(logits)]
+        logits = np.where(logits >= possible.max() - sampling.top_n_sigma * possible.std(), logits, -np.inf)
     order = np.argsort(-logits, kind="stable")
     probabilities = np.exp(logits[order] - logits[order[0]])
     probabilities /= probabilities.sum()

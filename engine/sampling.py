@@ -36,6 +36,7 @@ class SamplingRows:
     """`SamplingParams` of several rows, unpacked on the device. Every field is [rows] unless stated; numbers have the same names there."""
 
     temperature: jax.Array
+    top_n_sigma: jax.Array
     top_p: jax.Array
     min_p: jax.Array
     presence_penalty: jax.Array
@@ -207,8 +208,20 @@ def _draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Arr
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     drawn = rows.temperature > 0
-    logits = _when(jnp.any(drawn & (rows.top_k > 0)), lambda x: _keep_top_k(x, rows.top_k), logits)
-    logits = _when(jnp.any(drawn & (rows.top_p < 1)), lambda x: _keep_top_p(x, rows.top_p), logits)
+    # One condition around all: each moves the logits, so that those that nobody asks for cost nothing together.
+    filters = (
+        (rows.top_n_sigma > 0, lambda x: _keep_top_n_sigma(x, rows.top_n_sigma)),
+        (rows.top_k > 0, lambda x: _keep_top_k(x, rows.top_k)),
+        (rows.top_p < 1, lambda x: _keep_top_p(x, rows.top_p)),
+    )
+    asked = [jnp.any(drawn & wanted) for wanted, _ in filters]
+
+    def filter_all(logits: jax.Array) -> jax.Array:
+        for condition, (_, keep) in zip(asked, filters, strict=True):
+            logits = _when(condition, keep, logits)
+        return logits
+
+    logits = _when(jnp.any(jnp.stack(asked)), filter_all, logits)
     # min-p compares with the most probable token, whose logit is 0 here. log(0) = -inf keeps everything.
     logits = jnp.where(logits >= jnp.log(rows.min_p)[:, None], logits, NEVER)
 
@@ -219,6 +232,17 @@ def _draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Arr
         return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
 
     return _argmax(logits + jax.vmap(noise)(rows.seed_low, rows.seed_high, rows.sample, position))
+
+
+def _keep_top_n_sigma(logits: jax.Array, n: jax.Array) -> jax.Array:
+    """Keeps the logits of each row that are at most ``n`` [rows] standard deviations below the largest, which is 0 here
+    (arXiv:2411.07641); 0 and less keep all. Temperature moves neither side, as both scale by it. As in llama.cpp the deviation is that
+    of all tokens that can be chosen: those that a mask or a suppressed id took away do not count."""
+    possible = logits > NEVER
+    mean_of = lambda x: jnp.sum(jnp.where(possible, x, 0.0), axis=-1, keepdims=True) / _count(possible)[:, None].astype(jnp.float32)  # noqa: E731
+    deviation = jnp.sqrt(mean_of(jnp.square(logits - mean_of(logits))))
+    threshold = jnp.where(n[:, None] > 0, -n[:, None] * deviation, NEVER)
+    return jnp.where(logits >= threshold, logits, NEVER)
 
 
 def _keep_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:

@@ -71,6 +71,12 @@ class RequestFields:
     temperature: float | None = option(
         number(0, 1e6), Wire(20, "optional double"), about="Divides the logits; 0 is greedy.", neutral=1.0, of_model=True, plain=0.0
     )
+    top_n_sigma: float | None = option(
+        number(-1, 1e3),
+        Wire(50, "optional double"),
+        about="Keep tokens whose logits are within this many standard deviations of the largest; 0 and less keep all.",
+        neutral=0.0,
+    )
     top_k: int | None = option(
         integer(-1, INT32_MAX),
         Wire(21, "optional int32"),

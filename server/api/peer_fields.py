@@ -39,11 +39,10 @@ class Ignored:
 REFUSED = (
     Refused(
         (LLAMA, TGI),
-        "there is no such sampler; temperature, top_k, top_p and min_p are there",
+        "there is no such sampler; temperature, top_n_sigma, top_k, top_p and min_p are there",
         {
             "mirostat": (0,),
             "typical_p": (1,),
-            "top_n_sigma": (-1, 0),
             "dynatemp_range": (0,),
             "xtc_probability": (0,),
             "dry_multiplier": (0,),

@@ -1,5 +1,6 @@
 """The mock engine by hand: rules, pages, ownership and misuse."""
 
+import collections
 import math
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 
 from engine.api import Row, SamplingParams
 from engine.mock import Misuse, MockEngine, Script, Table, digest, mock_config
+from engine.mock_rules import choose
 
 GREEDY = SamplingParams()
 
@@ -120,6 +122,18 @@ def test_penalties_count_generated_tokens():
     sampling = SamplingParams(presence_penalty=1.0)
     assert start(engine, "x", 0, [1], sampling) == ord("a")
     assert engine.read(engine.generate([Row(0, 1)])).tokens[0] == ord("b")  # log 0.6 - 1 < log 0.4
+
+
+def test_top_n_sigma_is_of_the_logits():
+    """Of 0, -1, -2, -3 the standard deviation is sqrt(5) / 2 = 1.118; what cannot be chosen does not count."""
+
+    def kept(n: float, temperature: float = 1.0) -> set[int]:
+        logits = np.array([-np.inf, 0.0, -1.0, -2.0, -3.0])
+        options = [SamplingParams(temperature=temperature, top_n_sigma=n, seed=seed) for seed in range(300)]
+        return {choose(logits, [0], one, collections.Counter(), 0, None) for one in options}
+
+    assert [kept(n) for n in (-1, 0, 0.8, 1.0, 1.8)] == [{1, 2, 3, 4}, {1, 2, 3, 4}, {1}, {1, 2}, {1, 2, 3}]
+    assert kept(1.0, 3.0) == {1, 2}
 
 
 def test_repetition_comes_before_presence():

@@ -212,6 +212,45 @@ def test_where_all_tokens_are_equal(options, tied):
     assert set(run(np.zeros((500, VOCAB)), rows).tolist()) == set(range(tied))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("n", "mask", "kept"),
+    [
+        (0.0, None, {0, 1, 2, 3}),
+        (-1.0, None, {0, 1, 2, 3}),
+        # Of 0, -1, -2, -3 the mean is -1.5 and the deviation sqrt((2.25 + 0.25 + 0.25 + 2.25) / 4) = 1.118.
+        (0.8, None, {0}),
+        (1.0, None, {0, 1}),
+        (1.7, None, {0, 1}),
+        (1.8, None, {0, 1, 2}),
+        (2.7, None, {0, 1, 2, 3}),
+        # Without the first it is sqrt(2 / 3) = 0.816, of the others only.
+        (1.2, 0b1110, {1}),
+        (1.3, 0b1110, {1, 2}),
+        (1.0, 0b0100, {2}),
+    ],
+)
+def test_top_n_sigma_keeps_what_is_near_the_largest_logit(temperature, n, mask, kept):
+    """By hand. What cannot be chosen does not count; the temperature does not matter."""
+    logits = np.full(VOCAB, -np.inf)
+    logits[:4] = 5 - np.arange(4)
+    params = [SamplingParams(temperature=temperature, top_n_sigma=n, seed=seed) for seed in range(500)]
+    words = None if mask is None else np.array([mask, 0], np.uint32)
+    assert set(run(np.tile(logits, (500, 1)), params, context(500, mask=words)).tolist()) == kept
+
+
+def test_top_n_sigma_keeps_what_is_exactly_at_the_limit():
+    """Of 0 and -2 the mean is -1 and the deviation 1: as in llama.cpp only what is below is taken away. A row beside it has its own."""
+    logits = np.full(VOCAB, -np.inf)
+    logits[[7, 9]] = [0, -2]
+
+    def kept(n: float) -> set[int]:
+        params = [SamplingParams(temperature=2.0, top_n_sigma=one, seed=seed) for seed in range(250) for one in (n, 0.0)]
+        return set(run(np.tile(logits, (500, 1)), params)[::2].tolist())
+
+    assert [kept(1.99), kept(2.0)] == [{7}, {7, 9}]
+
+
 def test_what_filters_keep_is_exact():
     """Rows of few values, each with a filter of its own, against a stable sort."""
     rng = np.random.default_rng(4)

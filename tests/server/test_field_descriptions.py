@@ -20,7 +20,7 @@ NUMBERS = {
     "ignore_eos": 28, "presence_penalty": 29, "frequency_penalty": 30, "repetition_penalty": 31, "logit_bias": 32, "logprobs": 33,
     "prompt_logprobs": 34, "want_text": 35, "echo": 36, "prompt_only": 37, "request_id": 38, "model": 39, "model_defaults": 40,
     "priority": 41, "guided_json": 42, "guided_regex": 43, "guided_grammar": 44, "show_tool_markers": 45, "guided_choice": 46,
-    "parse_special": 47, "skip_special_tokens": 48, "add_special_tokens": 49,
+    "parse_special": 47, "skip_special_tokens": 48, "add_special_tokens": 49, "top_n_sigma": 50,
 }  # fmt: skip
 
 

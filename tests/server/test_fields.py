@@ -45,6 +45,8 @@ GOOD = [
     ("top_k", 0, 0),
     ("top_k", 2**31 - 1, 2**31 - 1),
     ("min_p", 0, 0.0),
+    ("top_n_sigma", 1.5, 1.5),
+    ("top_n_sigma", -1, -1.0),  # llama-server's default, which is off
     ("min_p", 1, 1.0),
     ("seed", 0, 0),
     ("seed", 2**63 - 1, 2**63 - 1),
@@ -92,6 +94,8 @@ BAD = [
     ("top_k", "5"),
     ("top_k", False),
     ("min_p", 1.1),
+    ("top_n_sigma", -1.1),
+    ("top_n_sigma", "1"),
     ("min_p", -0.1),
     ("seed", -(2**63) - 1),
     ("seed", 2**63),
