@@ -239,8 +239,12 @@ def _keep_top_n_sigma(logits: jax.Array, n: jax.Array) -> jax.Array:
     (arXiv:2411.07641); 0 and less keep all. Temperature moves neither side, as both scale by it. As in llama.cpp the deviation is that
     of all tokens that can be chosen: those that a mask or a suppressed id took away do not count."""
     possible = logits > NEVER
-    mean_of = lambda x: jnp.sum(jnp.where(possible, x, 0.0), axis=-1, keepdims=True) / _count(possible)[:, None].astype(jnp.float32)  # noqa: E731
-    deviation = jnp.sqrt(mean_of(jnp.square(logits - mean_of(logits))))
+    count = _count(possible)[:, None].astype(jnp.float32)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(possible, x, 0.0), axis=-1, keepdims=True) / count
+
+    deviation = jnp.sqrt(mean(jnp.square(logits - mean(logits))))
     threshold = jnp.where(n[:, None] > 0, -n[:, None] * deviation, NEVER)
     return jnp.where(logits >= threshold, logits, NEVER)
 

@@ -8,10 +8,13 @@ import pytest
 
 from engine.api import SamplingParams
 from protos.orchestrator_pb2 import DecodeRequest
-from server.api import decode_fields, document, fields
+from server.api import decode_fields, document, fields, parsing
 from server.api.description import Door, Name
 from server.api.field_types import boolean, integer, number, schema_of, stop_strings
 from server.commands.arguments import make_parser
+from server.orchestrator.validation import ModelLimits, build_request
+
+USER = [{"role": "user", "content": "hi"}]
 
 # Of JetStream's proto, and of every release of ours: written down here, so that no description can change one.
 NUMBERS = {
@@ -65,6 +68,17 @@ def test_numbers_of_the_sampler_are_described():
     assert {name: option.plain for name, option in fields.OPTIONS.items()} == {name: getattr(silent, name) for name in fields.OPTIONS}
     by_hand = {"seed", "sample", "logit_bias", "min_tokens", "suppressed", "logprobs", "adapter"}  # in validation.py
     assert {field.name for field in dataclasses.fields(SamplingParams)} == by_hand | fields.OPTIONS.keys()
+
+
+def test_a_number_reaches_the_sampler_from_every_door():
+    """Each a value of its own, from JSON through the proto to `SamplingParams`; nothing on the way names one of them."""
+    asked = {name: 1 + index / 64 for index, name in enumerate(fields.OPTIONS)} | {"top_p": 0.75, "min_p": 0.25, "top_k": 7}
+    limits = ModelLimits("tiny", max_len=32, vocab_size=300)
+    for table, body in ((fields.GENERATE, {"prompt": "x"}), (fields.COMPLETIONS, {"prompt": "x"}), (fields.CHAT, {"messages": USER})):
+        request = decode_fields.fields_to_proto(parsing.parse(body | asked, table))
+        parsed = decode_fields.fields_from_proto(DecodeRequest.FromString(request.SerializeToString()))
+        sampling = build_request(parsed, [1], limits, request_id="r").sampling[0]
+        assert {name: getattr(sampling, name) for name in asked} == asked
 
 
 @pytest.mark.parametrize(
