@@ -28,7 +28,7 @@ from engine.kernels import choose_attention
 from engine.programs import Program
 from engine.sampling import NO_TOKEN, pack, result_width
 from engine.segments import Segment
-from engine.sharding import check_split, describe, device_config, device_model, make_mesh, replicated
+from engine.sharding import check_split, describe, device_config, device_model, explain_split, make_mesh, replicated
 from engine.state import DecodeState, Pools, Prefix, abstract_prefix, abstract_state, mask_words, table_width
 from engine.table import make_table
 from engine.weights import Weights, abstract_weights
@@ -91,6 +91,10 @@ class JaxEngine:
         self._all_allowed = np.full(mask_words(model.vocab_size), -1, np.int32)
 
     # --- the table -----------------------------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What was chosen for this model and these devices, a line each, for people."""
+        return "\n".join(filter(None, (self.attention.explain(), explain_split(self.model, self.config))))
 
     def programs(self) -> tuple[Program, ...]:
         """Every program that the verbs can call."""

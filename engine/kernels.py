@@ -153,8 +153,8 @@ def _prefill_obstacle(model: ModelConfig, config: EngineConfig, platform: str) -
         return "windows differ between layers"
     if config.stored_head_dim(model.head_dim) % 128 or config.prefix_capacity % 128:
         return f"a prefix of {config.prefix_capacity} x {config.stored_head_dim(model.head_dim)} is no whole tiles"
-    if odd := [bucket for bucket in config.prefill_buckets if bucket % 16]:
-        return f"prefill buckets {odd} are no multiples of 16"
+    if odd := [bucket for bucket in config.prefill_buckets if bucket // config.groups % 16]:
+        return f"prefill buckets {odd} are no multiples of 16" + (f" for each of {config.groups} groups" if config.groups > 1 else "")
     return None
 
 

@@ -119,7 +119,7 @@ Parts = list[tuple[Where, list[jax.Device]]]  # the parts of an array, and the d
 class _Flight:
     """Bounds what is on the host and not yet on the devices."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.most = 0  # bytes that were in flight at once
         self._bytes = 0
         self._changed = threading.Condition()

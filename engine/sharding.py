@@ -82,7 +82,7 @@ def replicated(mesh: Mesh, shape: Sequence[int], dtype: str | np.dtype) -> jax.S
     return describe(mesh, shape, dtype, [None] * len(shape))
 
 
-def split(function: Callable, mesh: Mesh, arguments: Any, outputs: Any) -> Callable:
+def split(function: Callable[..., Any], mesh: Mesh, arguments: Any, outputs: Any) -> Callable[..., Any]:
     """A function over whole arrays from one over the parts of a device. ``arguments`` and ``outputs`` are abstract."""
     if mesh.size == 1:
         return function
@@ -157,6 +157,15 @@ def device_config(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(
         config, slots=config.group_slots, batch_sizes=tuple(size // config.groups for size in config.batch_sizes)
     )
+
+
+def explain_split(model: ModelConfig, config: EngineConfig) -> str:
+    """One line for people; empty for one device."""
+    if config.devices == 1:
+        return ""
+    line = f"{config.devices} devices: " + " x ".join(f"--{name} {size}" for name in ("dp", "ep", "tp") if (size := getattr(config, name)) > 1)
+    copies = stored_model(model, config).num_kv_heads // model.num_kv_heads
+    return line if copies == 1 else f"{line}; each of the {model.num_kv_heads} KV heads is stored {copies} times"
 
 
 def check_split(model: ModelConfig, config: EngineConfig) -> None:

@@ -111,9 +111,10 @@ def _label(folder: Path) -> tuple[str, int]:
         components = json.loads(trust.read(folder / "fingerprint.json"))
         manifest = json.loads(trust.read(folder / "manifest.json"))
         model, engine = components["model"], components["engine"]
+        ways = "".join(f"{name} {engine[name]}, " for name in ("dp", "ep", "tp") if engine.get(name, 1) > 1)
         label = (
             f"{model['family']} {model['num_layers']} layers, hidden {model['hidden_size']}; slots {engine['slots']}, "
-            f"max-len {engine['max_len']}, tp {engine['tp']}, {engine['dtype']}; {components['devices']['kind']}, "
+            f"max-len {engine['max_len']}, {ways}{engine['dtype']}; {components['devices']['kind']}, "
             f"jax {components['versions']['jax']}"
         )
         return label, len(manifest["entries"])

@@ -12,7 +12,6 @@ from engine.checkpoints import open_checkpoint, read_config
 from engine.config import EngineConfig, ModelConfig
 from engine.families import load_config
 from engine.jax_engine import JaxEngine
-from engine.kernels import Attention
 from server.commands import serve
 from server.config.commands import ServeConfig
 from server.errors import StartError
@@ -33,16 +32,16 @@ def build(config: ServeConfig, target: str | None) -> int:
     began = time.monotonic()
     if target is None:
         warm, report = serve.rehearse(config)
-        plan, where, attention = warm.plan, "this machine", warm.engine.attention
+        plan, where, explained = warm.plan, "this machine", warm.engine.explain()
         stored = [program.name for program in report.programs]
     else:
         with Guard() as guard:
-            built, attention = _compile(config, target, config.warmup_cache, guard)
+            built, explained = _compile(config, target, config.warmup_cache, guard)
         plan, report, where, stored = built.plan, built.report, target, list(built.stored)
     print(report.table())
     print()
     print(plan.table())
-    print(attention.explain())
+    print(explained)
     print(f"\n{len(stored)} programs for {where} in {config.warmup_cache}, {time.monotonic() - began:.1f} s")
     return 0 if plan.fits else 1
 
@@ -52,16 +51,16 @@ def plan(config: ServeConfig, target: str | None) -> int:
     configure_logging(config.log_format)
     logging.getLogger().setLevel(logging.WARNING)
     with Guard() as guard:
-        built, attention = _compile(config, target, None, guard)
+        built, explained = _compile(config, target, None, guard)
     print(built.plan.table())
-    print(attention.explain())
+    print(explained)
     if moves := built.explain_moves():
         print(moves)
     return 0 if built.plan.fits else 1
 
 
-def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: Guard) -> tuple[targets.Build, Attention]:
-    """Compiles for a TPU slice, or for this machine's devices, with abstract weights; and says who attends."""
+def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: Guard) -> tuple[targets.Build, str]:
+    """Compiles for a TPU slice, or for this machine's devices, with abstract weights; and says what was chosen."""
     with readable_errors():
         model = _model_config(config)
         if target is None:
@@ -78,7 +77,7 @@ def _compile(config: ServeConfig, target: str | None, root: Path | None, guard: 
 
         report = WarmupReport("aot", guard=guard)
         built = targets.build_target(make, layout, devices, root, budget, guard=guard, report=report, list_moves=root is None)
-        return built, make(built.plan.config).attention
+        return built, make(built.plan.config).explain()
 
 
 def _model_config(config: ServeConfig) -> ModelConfig:

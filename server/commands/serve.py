@@ -173,7 +173,8 @@ class Server:
         startup = self.report.snapshot()["startup"]
         for stage, seconds in startup.items():
             self.metrics.startup_seconds.labels(stage=stage.removeprefix("seconds_")).set(seconds or 0.0)
-        logger.info("%s", warm.engine.attention.explain())
+        for line in warm.engine.explain().splitlines():
+            logger.info("%s", line)
         if (model := self.grpc.model) is not None and model.tool_use is not None:
             logger.info("%s", model.tool_use.explain())
         logger.info("programs of this server, times in seconds, sizes in MiB:\n%s", self.report.table())

@@ -133,7 +133,7 @@ class ServeConfig:
         "padded lengths of prompt chunks",
         metavar="N,N,...",
         many=True,
-        shown=f"powers of two from {SMALLEST_BUCKET} up to the chunk size",
+        shown=f"powers of two from {SMALLEST_BUCKET}, for each of --dp x --ep groups, up to the chunk size",
     )
     batch_sizes: tuple[int, ...] | None = option(
         None,
@@ -358,7 +358,7 @@ def resolve_prefill_buckets(config: ServeConfig, max_len: int) -> tuple[int, ...
         raise StartError(f"--prefill-chunk {chunk} is more than --max-len {max_len}: give at most {max_len}")
     if buckets is None:
         chunk = min(DEFAULT_PREFILL_CHUNK, max_len) if chunk is None else chunk
-        return _powers_of_two(SMALLEST_BUCKET, chunk, config.dp * config.ep)
+        return _powers_of_two(SMALLEST_BUCKET * config.dp * config.ep, chunk, config.dp * config.ep)
     if chunk is not None and buckets[-1] != chunk:
         raise StartError(
             f"--prefill-buckets {_joined(buckets)} must end with --prefill-chunk {chunk}: give one of the two only"

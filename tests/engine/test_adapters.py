@@ -56,7 +56,7 @@ def expected(adapters):
 
 
 SMALL = {"slots": 4, "batch_sizes": (1, 4), "prefill_buckets": (CHUNK,), "kv_pages": 1 + 4 * 8, "max_len": 128}
-LAYOUTS = {"unrolled": {}, "segments": {"call_bytes": 1}, "scanned_tp": {"layers": "scanned", "tp": 2}}
+LAYOUTS = {"unrolled": {}, "segments": {"call_bytes": 1}, "scanned_tp": {"layers": "scanned", "tp": 4}}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -108,8 +108,9 @@ def test_layers_of_several_kinds_in_one_scan(folder):
 
 
 @pytest.mark.parametrize("folder", ["olmo2", "mixtral", "gemma3"], indirect=True)
-def test_two_devices(folder):
-    run(folder, layers="scanned", tp=2, page_size=32, kv_pages=1 + 2 * 6)
+def test_four_devices(folder):
+    """Twice as many as KV heads."""
+    run(folder, layers="scanned", tp=4, page_size=32, kv_pages=1 + 2 * 6)
 
 
 @pytest.mark.parametrize("folder", ["gemma3", "gpt_oss", "olmo2"], indirect=True)

@@ -181,6 +181,7 @@ def test_who_attends():
     assert explained(model={"attention_softcap": 50.0}) == explained()
     assert "the kernel would round float32 keys to bfloat16" in explained(dtype="float32")
     assert "prefill buckets [24] are no multiples of 16" in explained(prefill_buckets=(16, 24, 128))
+    assert "prefill buckets [16] are no multiples of 16 for each of 2 groups" in explained(prefill_buckets=(16, 32, 128), dp=2)
     assert "too large for scalar memory" in explained(slots=4096, batch_sizes=(4096,), max_len=4096)
     assert "pages of 8 x 128 are no whole tiles" in explained(page_size=8)
     assert explained("gpu").startswith("attention in decode: Pallas paged_attention; in prefill: XLA, because")

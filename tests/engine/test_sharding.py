@@ -77,6 +77,12 @@ def test_sizes_that_cannot_be_split_name_those_that_can(models):
         make_engine(FAMILIES / "qwen3_moe", ep=4, **LAYOUT)
 
 
+def test_what_is_said_of_the_split(models):
+    said = describe_engine(models(24, 3)[0], **LAYOUT, dp=2, tp=4).explain()
+    assert said.splitlines()[1] == "8 devices: --dp 2 x --tp 4; each of the 3 KV heads is stored 4 times"
+    assert len(describe_engine(models(24, 3)[0], **LAYOUT).explain().splitlines()) == 1
+
+
 @pytest.mark.parametrize("layout", [{"dp": 2, "tp": 4}, {"dp": 8, "layers": "scanned"}], ids=str)
 def test_groups_have_slots_and_pages_of_their_own(models, layout):
     """Prompts in the slots of two groups; then one of them once more, its first page taken from the cache of its group."""
@@ -92,8 +98,9 @@ def test_groups_have_slots_and_pages_of_their_own(models, layout):
     assert results.tokens.tolist() == answers[0][1:2]
 
 
-@pytest.mark.parametrize("layout", [{"ep": 2}, {"dp": 2, "ep": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3_moe", {"ep": 2}), ("qwen3_moe", {"ep": 2, "tp": 2}), ("gpt_oss", {"dp": 2, "ep": 2, "tp": 2})], ids=str
+)
 def test_experts_on_several_devices(name, layout):
     """The tokens that transformers gives (`test_golden_families.py`). GPT-OSS: biases, sinks, windows."""
     golden = np.load(FAMILIES / name / "golden.npz")

@@ -188,8 +188,8 @@ def test_batch_sizes_are_powers_of_two_and_the_slots(slots, sizes):
 def test_sizes_are_what_groups_of_devices_can_share():
     assert commands.resolve_batch_sizes(ServeConfig(slots=8, dp=2)) == (2, 4, 8)
     assert commands.resolve_batch_sizes(ServeConfig(slots=8, dp=2, ep=4)) == (8,)
-    assert commands.resolve_prefill_buckets(ServeConfig(dp=4), 2048) == (16, 32, 64, 128, 256, 512)
-    assert commands.resolve_prefill_buckets(ServeConfig(dp=3), 100) == (18, 36, 72, 102)
+    assert commands.resolve_prefill_buckets(ServeConfig(dp=4), 2048) == (64, 128, 256, 512)
+    assert commands.resolve_prefill_buckets(ServeConfig(dp=3), 100) == (48, 96, 102)
 
 
 def test_what_contradicts_the_model_or_other_options():
