@@ -28,8 +28,8 @@ from engine import native
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
 from engine.quantization import Quantized, quantize
-from engine.sharding import GROUPS, Ways
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
+from engine.sharding import GROUPS, Ways
 from engine.state import DecodeState, Pools, Prefix, mask_words
 from engine.weights import LayerWeights, Weights
 

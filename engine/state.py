@@ -14,8 +14,8 @@ from flax import struct
 from jax.sharding import Mesh
 
 from engine.config import EngineConfig, ModelConfig
-from engine.sampling import sampling_width
 from engine.quantization import Quantized
+from engine.sampling import sampling_width
 from engine.sharding import describe, replicated, stored_model
 from engine.weights import layer_groups
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -64,6 +64,29 @@ def test_a_device_reads_only_its_part(case, layers):
         assert read.get(name, 0) == (0 if parts is None else checkpoint.read(name).nbytes // parts), name
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("olmo2", {"tp": 2}), ("qwen2", {"tp": 2}), ("gpt_oss", {"ep": 2, "tp": 2}), ("mixtral", {"ep": 3, "dp": 2})],
+    ids=str,
+)
+def test_the_parts_are_those_of_the_whole(name, layout, quantize):
+    """Whatever way a family's tensors have to be put together: norms over all heads, biases, experts apart and in one tensor."""
+    path = GOLDEN / "families" / name
+    parts, whole = (
+        load_weights(open_checkpoint(path), *describe(path, quantize=quantize, **split)) for split in (layout, {})
+    )
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+
+
+def test_one_tensor_for_all_of_qkv_and_copies_of_its_only_kv_head():
+    """Phi-3: two query heads, one KV head, on two devices."""
+    path = GOLDEN / "families" / "phi3"
+    weights = load_weights(open_checkpoint(path), *describe(path, tp=2))
+    stored = open_checkpoint(path).read("model.layers.1.self_attn.qkv_proj.weight").astype(np.float32).reshape(4, 16, 32)
+    np.testing.assert_array_equal(np.asarray(weights.layers[1].qkv)[0], [stored[[0, 2, 3]], stored[[1, 2, 3]]])
+
+
 class HostStacker:
     """What the engine's programs do, by numpy."""
 

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from engine.sharding import device_order
 from warmup.errors import WarmupError
 from warmup.target import parse_target, target_devices
 
@@ -41,6 +43,17 @@ def test_other_names_are_refused_with_what_would_do(name):
 def test_more_devices_than_the_slice_has():
     with pytest.raises(WarmupError, match="= 8 is more than the 4 devices of v5e-4"):
         target_devices(parse_target("v5e-4"), 8)
+
+
+def test_devices_have_one_order():
+    """By process, then row by row of the torus, then by number: whatever order the runtime lists them in."""
+
+    def device(id, process=0, coords=None):
+        return types.SimpleNamespace(id=id, process_index=process, **({} if coords is None else {"coords": coords}))
+
+    torus = [device(9 - x - 2 * y, coords=(x, y, 0)) for x in (1, 0) for y in (1, 0)]
+    assert [each.coords[:2] for each in device_order(torus)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(each.process_index, each.id) for each in device_order([device(0, 1), device(7), device(3)])] == [(0, 3), (0, 7), (1, 0)]
 
 
 # In a process of its own, because libtpu reads its environment once and stays loaded.
