@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from server.api.field_types import Check
 
@@ -34,8 +34,7 @@ class Door(enum.Flag):
     EVERYWHERE = HTTP | GRPC
 
 
-@dataclasses.dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A name under which a field comes in at some doors."""
 
     at: Door
@@ -46,16 +45,14 @@ class Name:
     required: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """Where a field stands in ``DecodeRequest``. Numbers are for ever; those below 20 are JetStream's."""
 
     number: int
     kind: str  # as the proto spells it: "optional double", "repeated string", "map<int32, double>"; without a label: JetStream's
 
 
-@dataclasses.dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A number that the sampler takes as it is: `engine.api.SamplingParams` has it by the same name."""
 
     neutral: float  # where nobody says anything
@@ -63,8 +60,7 @@ class Option:
     plain: float  # where nobody says anything, on /generate and over gRPC
 
 
-@dataclasses.dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):
     """See the module."""
 
     names: tuple[Name, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.api import chat_types, field_types
 from server.api.chat_types import ToolName
@@ -386,8 +386,7 @@ _OTHERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """A field as a client spells it at one door: what it becomes in `RequestFields` (or in the values that are joined to others), how
     it is checked, and what it means."""
 

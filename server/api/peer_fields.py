@@ -9,17 +9,15 @@ These two tables are all there is to say: ``make docs`` writes them into ``docs/
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.api.field_types import Check, neutral
 
 VLLM, SGLANG, LLAMA, TGI, OPENAI = "vLLM", "SGLang", "llama-server", "TGI", "OpenAI"
 
 
-@dataclasses.dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """Fields, each with the values that ask for nothing; ``why`` ends the sentence "<field> is not supported: "."""
 
     of: tuple[str, ...]
@@ -27,8 +25,7 @@ class Refused:
     names: Mapping[str, tuple[Any, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ignored:
+class Ignored(NamedTuple):
     """Fields that do not change the answer, whatever they say."""
 
     of: tuple[str, ...]

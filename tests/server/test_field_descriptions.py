@@ -90,7 +90,7 @@ def test_a_number_reaches_the_sampler_from_every_door():
     ],
 )
 def test_descriptions_that_contradict_themselves(monkeypatch, names, wrong):
-    described = dataclasses.replace(fields.DESCRIPTIONS["seed"], names=names)
+    described = fields.DESCRIPTIONS["seed"]._replace(names=names)
     monkeypatch.setitem(fields.DESCRIPTIONS, "x", described)
     with pytest.raises(ValueError, match=wrong):
         fields._table(Door.CHAT)
