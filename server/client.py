@@ -111,6 +111,8 @@ def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
     except ValueError:
         detail = {}
     kind = _CODES.get(detail.get("code")) or _TYPES.get(code, errors.InternalError)
+    if kind is errors.Unavailable and not detail:  # the server says why; this is gRPC's own
+        kind = errors.Unreachable
     made = kind(message, param=detail.get("param"), retry_after=detail.get("retry_after"))
     if detail:
         made.code, made.type = detail.get("code"), detail.get("type", made.type)
@@ -263,17 +265,27 @@ def _nobody_waits(read: asyncio.Future[DecodeResponse | object]) -> None:
 
 
 class AsyncClient:
-    """Asynchronous; made and used in one event loop. Arguments as `Client`."""
+    """Asynchronous; made and used in one event loop. Arguments as `Client`; ``server_name`` is the name that the server's
+    certificate is for, where ``address`` is not by that name."""
 
     def __init__(
-        self, address: str, *, api_key: str | None = None, ca: Path | None = None, timeout: float | None = None
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        ca: Path | None = None,
+        timeout: float | None = None,
+        server_name: str | None = None,
     ):
         credentials = _credentials(ca)
         self.address = address
+        options: list[tuple[str, Any]] = list(_OPTIONS)
+        if server_name is not None:
+            options += [("grpc.ssl_target_name_override", server_name), ("grpc.default_authority", server_name)]
         self.channel = (
-            grpc.aio.insecure_channel(address, _OPTIONS)
+            grpc.aio.insecure_channel(address, options)
             if credentials is None
-            else grpc.aio.secure_channel(address, credentials, _OPTIONS)
+            else grpc.aio.secure_channel(address, credentials, options)
         )
         self.orchestrator = orchestrator_pb2_grpc.OrchestratorStub(self.channel)
         self.preheat = preheat_pb2_grpc.PreheatStub(self.channel)
@@ -288,6 +300,23 @@ class AsyncClient:
 
     async def close(self) -> None:
         await self.channel.close(None)
+
+    async def connect(self, timeout: float) -> bool:
+        """Whether there is a connection; waits for one that is being made, so many seconds. A call made without one fails
+        before anything is sent.
+
+        Raises:
+            Unreachable: it took too long.
+        """
+        states, state = grpc.ChannelConnectivity, self.channel.get_state(try_to_connect=True)
+        try:
+            async with asyncio.timeout(timeout):
+                while state in (states.IDLE, states.CONNECTING):
+                    await self.channel.wait_for_state_change(state)
+                    state = self.channel.get_state(try_to_connect=True)
+        except TimeoutError:
+            raise errors.Unreachable(f"no connection to {self.address} within {timeout:g} s", reason="unreachable") from None
+        return bool(state == states.READY)
 
     async def start(self, request: DecodeRequest, *, metadata: Sequence[tuple[str, str]] | None = None) -> DecodeCall:
         """Sends a request and waits until it is queued; raises what it is refused with. The call must be read or

@@ -96,6 +96,18 @@ class Unavailable(ServerError):
     code = "unavailable"
 
 
+class Unreachable(Unavailable):
+    """Nothing came back from the server, not even why.
+
+    ``reason``: ``unreachable``, there was no connection, so it has not got the request; ``lost``, the connection broke;
+    ``silent``, it took too long.
+    """
+
+    def __init__(self, message: str, *, reason: str = "lost", param: str | None = None, retry_after: float | None = None):
+        super().__init__(message, param=param, retry_after=retry_after)
+        self.reason = reason
+
+
 class TimedOut(ServerError):
     status = 504
     grpc_code = grpc.StatusCode.DEADLINE_EXCEEDED

@@ -68,8 +68,9 @@ def _proxy(config: ProxyConfig, listen_fd: int | None, lifeline_fd: int | None) 
     if listen_fd is not None:
         return run(config, socket.socket(fileno=listen_fd), lifeline_fd)
     listening = process.bind(config.host, config.http_port)
+    where = (*config.upstream, *([str(config.upstream_file)] if config.upstream_file else []))
     logging.getLogger("preheat").info(
-        "serving HTTP on %s for %s", process.url(config, listening.getsockname()[1]), ", ".join(config.upstream)
+        "serving HTTP on %s for %s", process.url(config, listening.getsockname()[1]), ", ".join(where)
     )
     return run(config, listening)
 

@@ -76,6 +76,38 @@ def _address(value: str) -> str:
     return value
 
 
+def _upstream(value: str) -> str:
+    """``host:port`` or ``unix:path`` is one orchestrator; ``dns:host:port`` stands for all addresses of the host."""
+    try:
+        if value.startswith("dns:"):
+            return "dns:" + _address(value.removeprefix("dns:"))
+        return _address(value)
+    except ValueError:
+        raise ValueError("must be host:port, unix:path, or dns:host:port for every address of a name") from None
+
+
+def read_upstream_file(file: Path) -> tuple[str, ...]:
+    """The addresses in a file of ``--upstream-file``: one a line; empty lines and what follows a ``#`` do not count.
+
+    Raises:
+        StartError: it cannot be read, a line is no address, or there is none.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"--upstream-file {file}: cannot be read: {error}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        value = line.partition("#")[0].strip()
+        try:
+            found += [_upstream(value)] if value else []
+        except ValueError as error:
+            raise StartError(f"--upstream-file {file}, line {number}: {value!r} {error}") from None
+    if not found:
+        raise StartError(f"--upstream-file {file}: has no address: give at least one, host:port on a line of its own")
+    return tuple(found)
+
+
 def _cors_origin() -> Any:
     return option(
         (),
@@ -268,12 +300,50 @@ class ProxyConfig:
     """Options of ``preheat proxy``."""
 
     upstream: tuple[str, ...] = option(
-        ("127.0.0.1:9000",),
-        _address,
-        "host:port of an orchestrator's gRPC; repeatable",
+        (),
+        _upstream,
+        "host:port of an orchestrator's gRPC, or dns:host:port for every address of a name; repeatable",
         metavar="HOST:PORT",
         many=True,
         shown="127.0.0.1:9000",
+    )
+    upstream_file: Path | None = option(
+        None,
+        options.existing_file,
+        "more of them, one a line; the file is read again when it changes",
+        metavar="FILE",
+        shown="none",
+    )
+    upstream_refresh: float = option(
+        5.0,
+        options.seconds(0.01),
+        "seconds after which --upstream-file and names of dns:... are looked at again",
+        metavar="SECONDS",
+    )
+    connect_timeout: float = option(
+        5.0, options.seconds(0.001), "seconds for a connection to an orchestrator", metavar="SECONDS"
+    )
+    accept_timeout: float = option(
+        30.0,
+        options.seconds(0.001),
+        "seconds in which an orchestrator must accept or refuse a request; then the next one is asked",
+        metavar="SECONDS",
+    )
+    first_token_timeout: float | None = option(
+        None,
+        options.seconds(0.001, none=True),
+        "seconds from accepting a request to its first token, time in the queue included; then the next one is asked",
+        metavar="SECONDS",
+        shown="none",
+    )
+    eject_after: int = option(
+        3, options.integer(1), "failures in a row that eject an orchestrator for a while", metavar="N"
+    )
+    retries: int = option(
+        2,
+        options.integer(0),
+        "how often a request goes to another orchestrator when one was lost before it had answered anything",
+        metavar="N",
     )
     upstream_ca: Path | None = option(
         None,
@@ -302,6 +372,10 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         _check_tls(self.tls_cert, self.tls_key)
+        if self.upstream_file is not None:
+            read_upstream_file(self.upstream_file)
+        elif not self.upstream:
+            object.__setattr__(self, "upstream", ("127.0.0.1:9000",))
 
 
 def load_serve_config(arguments: Mapping[str, str | list[str] | None], environment: Mapping[str, str]) -> ServeConfig:

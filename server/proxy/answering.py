@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from protos import preheat_pb2
 from protos.orchestrator_pb2 import DecodeRequest
 from server.api import decode_fields, parsing
 from server.api.fields import RequestFields, Table
@@ -18,7 +17,8 @@ from server.errors import InvalidRequest, ModelNotFound, TooLarge
 from server.proxy.answer_formats import AnswerFormat, Choice, Json, TotalUsage
 from server.proxy.endpoint import Proxy, client_metadata
 from server.proxy.transport import EventStream, read_json, until_disconnect
-from server.proxy.upstreams import Generation, Metadata
+from server.proxy.generation import Generation
+from server.proxy.upstreams import Metadata
 
 LIMITS = (404, 429, 504)  # what may be wrong beyond a body's fields: statuses
 Plan = Callable[[Proxy, RequestFields, Metadata], Awaitable[tuple[list[DecodeRequest], AnswerFormat]]]
@@ -61,7 +61,7 @@ async def answer(proxy: Proxy, request: Request, table: Table, plan: Plan) -> Re
 
 async def model_name(proxy: Proxy, parsed: RequestFields, metadata: Metadata) -> str:
     """The name of the model that answers: the served one's, which a request may leave out, or an adapter's."""
-    card = await proxy.upstreams.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest(), metadata)
+    card = await proxy.upstreams.model_card(metadata)
     parsing.check_model_name(parsed.model, card.name, card.adapters)
     return card.name if parsed.model is None else parsed.model
 

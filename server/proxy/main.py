@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import uvicorn
 from server.config.commands import ProxyConfig
 from server.proxy.process import STOP_SECONDS
 from server.proxy.routes import make_app
+from server.proxy.upstreams import Balancing
 
 KEEP_ALIVE = 75  # seconds that an idle connection is kept; longer than most clients keep theirs
 
@@ -25,7 +27,11 @@ def run(config: ProxyConfig, listening: socket.socket, lifeline: int | None = No
         lifeline: file descriptor whose end of file ends the proxy.
     """
     app = make_app(
-        config.upstream, api_keys=config.api_key, cors_origins=config.cors_origin, ca=config.upstream_ca
+        config.upstream,
+        api_keys=config.api_key,
+        cors_origins=config.cors_origin,
+        ca=config.upstream_ca,
+        balancing=Balancing(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Balancing)}),
     )
     server = _Server(
         uvicorn.Config(

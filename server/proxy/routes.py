@@ -16,7 +16,7 @@ from starlette.routing import Route
 from server.proxy.endpoint import Proxy
 from server.proxy.endpoints import ENDPOINTS
 from server.proxy.transport import Front, http_exception
-from server.proxy.upstreams import Upstreams
+from server.proxy.upstreams import Balancing, Upstreams
 
 
 def make_app(
@@ -25,16 +25,18 @@ def make_app(
     api_keys: Sequence[str] = (),
     cors_origins: Sequence[str] = (),
     ca: Path | None = None,
+    balancing: Balancing | None = None,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
-        addresses: of the orchestrators' gRPC ports, ``host:port`` or ``unix:path``.
+        addresses: of the orchestrators' gRPC ports, ``host:port``, ``unix:path`` or ``dns:host:port``.
         api_keys: asked of clients; whatever key a client sends is passed on to the orchestrators.
         cors_origins: whose pages browsers let read answers; ``*``: everybody's.
         ca: certificates that verify the orchestrators' TLS; `None`: no TLS.
+        balancing: how requests are spread over several.
     """
-    upstreams = Upstreams(addresses, ca)
+    upstreams = Upstreams(addresses, ca, balancing)
     proxy = Proxy(upstreams, ENDPOINTS)
 
     @contextlib.asynccontextmanager

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from engine.mock import MockEngine, mock_config, successor
@@ -69,3 +73,22 @@ def open_doors(
             proxy.stop()
         orchestrator.close()
         server.stop(0)
+
+
+@contextlib.contextmanager
+def proxy_process(*options: str) -> Iterator[str]:
+    """``preheat proxy`` in a process of its own; gives its URL."""
+    command = [sys.executable, "-m", "server", "proxy", "--http-port", "0", *options]
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True) as proxy:
+        try:
+            assert proxy.stderr is not None
+            line = next(line for line in proxy.stderr if "serving HTTP on" in line)
+            reader = threading.Thread(target=sys.stderr.writelines, args=(proxy.stderr,))  # or its pipe fills up
+            reader.start()
+            yield next(word for word in line.split() if word.startswith("http://"))
+            proxy.terminate()
+            reader.join()
+        finally:
+            proxy.terminate()
+    assert proxy.returncode == 0

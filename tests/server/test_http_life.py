@@ -323,8 +323,8 @@ def test_secrets_are_not_on_the_command_line():
 
 def test_merged_metrics_say_whose_they_are():
     text = '# HELP a_total of a\n# TYPE a_total counter\na_total{x="1"} 2.0\n'
-    assert merge({"h:1": text}) == text
-    assert merge({"h:1": text, "h:2": text}).splitlines() == [
+    assert merge({"h:1": text}, labelled=False) == text
+    assert merge({"h:1": text, "h:2": text}, labelled=True).splitlines() == [
         "# HELP a_total of a",
         "# TYPE a_total counter",
         'a_total{upstream="h:1",x="1"} 2.0',

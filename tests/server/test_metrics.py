@@ -1,11 +1,14 @@
 """The names of the metrics are an interface: they are spelled out here once more."""
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.proxy.metrics import own
+from server.proxy.upstreams import Upstreams
 from server.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,6 +25,39 @@ HISTOGRAMS = {
     "preheat_time_to_first_token_seconds", "preheat_time_per_output_token_seconds", "preheat_request_seconds",
     "preheat_queue_seconds", "preheat_decode_step_seconds", "preheat_batch_size",
 }  # fmt: skip
+PROXY = {
+    f"preheat_proxy_upstream_{name}" for name in (
+        "state", "sequences", "unanswered_tokens", "requests_total", "failures_total", "ejections_total", "retries_total",
+        "prompt_tokens_total", "matched_tokens_total",
+    )
+}  # fmt: skip
+
+
+def test_the_proxys_own():
+    async def text():
+        upstreams = Upstreams(["a:1", "b:2"])
+        await upstreams.start()
+        first, _ = upstreams.all
+        first.failed("lost")
+        first.state = "ready"
+        described = own(upstreams.all)
+        for _ in range(2):
+            first.failed("lost")
+        ejected = own(upstreams.all)
+        await upstreams.stop()
+        return described, ejected
+
+    described, ejected = asyncio.run(text())
+    samples = [sample for family in text_string_to_metric_families(described) for sample in family.samples]
+    assert {sample.name for sample in samples} == PROXY
+    assert {sample.labels["upstream"] for sample in samples} == {"a:1", "b:2"}
+    lines = described.splitlines()
+    assert 'preheat_proxy_upstream_state{state="ready",upstream="a:1"} 1.0' in lines
+    assert 'preheat_proxy_upstream_state{state="connecting",upstream="b:2"} 1.0' in lines
+    assert 'preheat_proxy_upstream_failures_total{reason="lost",upstream="a:1"} 1.0' in lines
+    assert 'preheat_proxy_upstream_ejections_total{upstream="a:1"} 0.0' in lines
+    assert 'preheat_proxy_upstream_state{state="ejected",upstream="a:1"} 1.0' in ejected.splitlines()
+    assert 'preheat_proxy_upstream_ejections_total{upstream="a:1"} 1.0' in ejected.splitlines()
 
 
 def test_names_types_and_labels():
@@ -64,4 +100,4 @@ def test_an_unknown_series_is_an_error():
 def test_the_operations_page_names_every_metric_and_no_other():
     text = (DOCS / "operations.md").read_text(encoding="utf-8")
     named = set(re.findall(r"preheat_\w+", text))
-    assert {re.sub("_(bucket|count|sum)$", "", name) for name in named} == COUNTERS | GAUGES | HISTOGRAMS
+    assert {re.sub("_(bucket|count|sum)$", "", name) for name in named} == COUNTERS | GAUGES | HISTOGRAMS | PROXY

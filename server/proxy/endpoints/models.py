@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from protos import preheat_pb2
 from server.api import parsing
 from server.proxy.answer_formats import Json
 from server.proxy.endpoint import Description, Endpoint, Proxy, client_metadata
@@ -25,7 +24,7 @@ async def model(proxy: Proxy, request: Request) -> Response:
 
 async def cards(proxy: Proxy, request: Request) -> dict[str, Json]:
     """The served model and its adapters, by name."""
-    card = await proxy.upstreams.call(lambda preheat: preheat.ModelCard, preheat_pb2.ModelCardRequest(), client_metadata(request))
+    card = await proxy.upstreams.model_card(client_metadata(request))
     shared = {
         "object": "model",
         "created": card.created,
