@@ -105,9 +105,14 @@ class OpenModel:
 
 @contextlib.contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turns the errors of checkpoints, configurations and warmup, whose messages are for users already, into `StartError`."""
+    """Turns the errors of checkpoints, configurations and warmup, whose messages are for users already, into `StartError`; and those
+    of files that the system does not let this user read."""
     try:
         yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise StartError(f"{error.filename}: {error.strerror}; it must be a file that the user of the server may read") from error
     except (CheckpointError, ConfigError, WarmupError) as error:
         raise StartError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""What a model's files say that its vocabulary does not have."""
+"""What a model's files say that its vocabulary does not have, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pathlib
 import pytest
 
 from engine.mock import mock_model
+from server.config.commands import ServeConfig
 from server.errors import StartError
-from server.start.warm_engine import OpenModel
+from server.start.warm_engine import OpenModel, open_model
 from tests.golden import known
 
 TINY = pathlib.Path(__file__).parents[1] / "golden" / "tiny_llama"  # has known's tokenizer
@@ -29,3 +30,13 @@ def test_ends_that_the_model_cannot_choose_are_left_out(caplog):
 def test_a_tokenizer_whose_bos_is_no_id_of_the_model(caplog):
     with pytest.raises(StartError, match=f"begins every prompt with the id {known.BOS}.* has 256; .* download both again"):
         opened(known.BOS).limits("tiny", 64)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])
+def test_a_file_that_the_user_may_not_read(tmp_path, name):
+    """A mounted model often belongs to somebody else. Root may read everything, so a folder stands for such a file here."""
+    known.make(tmp_path, known.chain({}), layers=1)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(StartError, match=f"{tmp_path / name}: Is a directory; it must be a file that the user of the server may read"):
+        open_model(ServeConfig(model=str(tmp_path)))
