@@ -12,6 +12,9 @@ import math
 from typing import Literal
 
 
+HfConfig = dict[str, object]  # config.json as Hugging Face has it; `engine.families.family.Fields` reads it strictly
+
+
 class ConfigError(ValueError):
     """A model or engine configuration that cannot be served. The message names the field, what was found and the remedy."""
 
@@ -254,7 +257,7 @@ def attention_choice(
     """
     if option != "auto":
         return option
-    return {"cpu": "native", "tpu": "pallas"}.get(platform, "xla")
+    return "native" if platform == "cpu" else "pallas" if platform == "tpu" else "xla"
 
 
 def vector_lanes(platform: str) -> int:

@@ -17,6 +17,7 @@ from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.gguf import GgufCheckpoint
 from engine.checkpoints.quantized import QuantizedCheckpoint
 from engine.checkpoints.safetensors import SafetensorsCheckpoint, read_config
+from engine.config import HfConfig
 
 __all__ = [
     "Checkpoint",
@@ -33,7 +34,7 @@ class Checkpoint(Protocol):
     """An opened model. All methods may be called from several threads at once."""
 
     path: pathlib.Path
-    hf_config: dict  # as config.json has it
+    hf_config: HfConfig  # as config.json has it
     dequantizes: bool  # reading takes more than copying
     # A tensor of no use is an error: the format's own reader has it so, or nothing says that the files belong together.
     strict: bool

@@ -37,7 +37,8 @@ def dequantize(raw: np.ndarray, kind: Type, shape: tuple[int, ...]) -> np.ndarra
     if kind in PLAIN:
         return raw.view(PLAIN[kind]).reshape(shape)
     if kind not in BLOCK_TYPES:
-        return quants.dequantize(raw, kind).reshape(shape)
+        dequantized: np.ndarray = quants.dequantize(raw, kind)
+        return dequantized.reshape(shape)
     values, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     unpack, blocks = BLOCK_TYPES[kind].unpack, raw.reshape(-1, block_bytes)
     out = np.empty((math.prod(shape) // values, values), np.float32)

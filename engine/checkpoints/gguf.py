@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from engine.checkpoints.dequantize import dequantize, readable_types
 from engine.checkpoints.errors import CheckpointError
-from engine.checkpoints.gguf_architectures import ARCHITECTURES
+from engine.checkpoints.gguf_architectures import ARCHITECTURES, Found
 from engine.checkpoints.gguf_file import GgufFile
 from engine.checkpoints.mapped import release_pages
+from engine.config import HfConfig
 
 MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -74,9 +76,9 @@ class GgufCheckpoint:
         if expert is not None:
             raw = raw[expert * shape[0] : (expert + 1) * shape[0]]
         elif self.converted.permuted and ".attn_q." in gguf_name:
-            raw = unpermute(raw, self.hf_config["num_attention_heads"], len(shape))
+            raw = unpermute(raw, self._number("attention.head_count"), len(shape))
         elif self.converted.permuted and ".attn_k." in gguf_name:
-            raw = unpermute(raw, self.hf_config["num_key_value_heads"], len(shape))
+            raw = unpermute(raw, self._number("attention.head_count_kv"), len(shape))
         try:
             values = dequantize(raw, kind, shape)
         except NotImplementedError:
@@ -114,10 +116,10 @@ class GgufCheckpoint:
         except KeyError:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
-    def _key(self, key: str):
+    def _key(self, key: str) -> Any:
         return self.gguf.require(f"{self.architecture}.{key}")
 
-    def _optional(self, key: str, default):
+    def _optional(self, key: str, default: object) -> Any:
         return self.gguf.get(f"{self.architecture}.{key}", default)
 
     def _number(self, key: str) -> int:
@@ -130,13 +132,13 @@ class GgufCheckpoint:
             value = value[0]
         return int(value)
 
-    def _config(self) -> dict:
+    def _config(self) -> HfConfig:
         """The metadata as config.json has it."""
         gguf = self.gguf
         if "token_embd.weight" not in gguf.tensors:
             raise CheckpointError(f"{self.path} has no tensor token_embd.weight; download it again")
         heads, hidden = self._number("attention.head_count"), self._number("embedding_length")
-        config = {
+        config: Found = {
             "architectures": [self.converted.hf],
             "model_type": self.architecture,
             "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
@@ -179,27 +181,26 @@ class GgufCheckpoint:
         found = (LAYER.fullmatch(name) for name in self.gguf.tensors)
         return any(match is not None and match[2] in modules and match[3] == "bias" for match in found)
 
-    def _metadata(self, key: str, *default):
+    def _metadata(self, key: str, *default: object) -> Any:
         """For `Architecture.config`: a value, which must be there if there is no default."""
         return self._optional(key, *default) if default else self._key(key)
 
-    def _rope_scaling(self) -> dict | None:
+    def _rope_scaling(self) -> HfConfig | None:
         kind = self._optional("rope.scaling.type", "none")
         if LONG_FACTORS in self.gguf.tensors:
             factors = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
-            scaling = {name: self._factors(tensor) for name, tensor in factors.items()}
             attention = self._optional("rope.scaling.attn_factor", None)
             return {
                 "rope_type": "longrope",
                 "attention_factor": attention and float(str(np.float32(attention))),
-                **scaling,
+                **{name: self._factors(tensor) for name, tensor in factors.items()},
             }
         if ROPE_FACTORS in self.gguf.tensors:
             return self._llama3_scaling()
         if kind == "none":
             return None
         factor = float(self._optional("rope.scaling.factor", 1.0))
-        scaling = {"rope_type": kind, "factor": factor}
+        scaling: HfConfig = {"rope_type": kind, "factor": factor}
         original = self._optional("rope.scaling.original_context_length", None)
         if original is not None:
             scaling["original_max_position_embeddings"] = int(original)
@@ -208,16 +209,16 @@ class GgufCheckpoint:
     def _factors(self, name: str) -> list[float]:
         if name not in self.gguf.tensors:
             raise CheckpointError(f"{self.path} has no tensor {name}; download it again")
-        return dequantize(self.gguf.raw(name), self.gguf.tensors[name].type, (-1,)).astype(np.float64).tolist()
+        factors = dequantize(self.gguf.raw(name), self.gguf.tensors[name].type, (-1,))
+        return [float(factor) for factor in factors]
 
-    def _llama3_scaling(self) -> dict:
+    def _llama3_scaling(self) -> HfConfig:
         """The parameters that the converter turned into ``rope_freqs.weight``.
 
         Every Llama 3.1 to 3.3 has the same but for ``factor``, which is the largest divisor; other values are refused.
         """
         found = np.array(self._factors(ROPE_FACTORS))
         scaling = {
-            "rope_type": "llama3",
             "factor": float(found.max()),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
@@ -229,7 +230,7 @@ class GgufCheckpoint:
                 f"{self.path}: tensor {ROPE_FACTORS} scales rotary frequencies otherwise than Llama 3 does, "
                 "which is not served; use the safetensors version of the model"
             )
-        return scaling
+        return {"rope_type": "llama3", **scaling}
 
 
 def unpermute(raw: np.ndarray, heads: int, dimensions: int) -> np.ndarray:
@@ -244,7 +245,7 @@ def unpermute(raw: np.ndarray, heads: int, dimensions: int) -> np.ndarray:
     return np.ascontiguousarray(ordered).view(np.uint8).reshape(raw.shape)
 
 
-def llama3_divisors(theta: float, head_dim: int, scaling: dict) -> np.ndarray:
+def llama3_divisors(theta: float, head_dim: int, scaling: Mapping[str, float]) -> np.ndarray:
     """What each rotary frequency is divided by, float64 [head_dim / 2] ("The Llama 3 Herd of Models", and its reference
     code).
     """

@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine.config import HfConfig
+
 Metadata = Callable[..., Any]  # (key without the architecture, default) -> value
+Found = dict[str, Any]  # the config so far, which is of our own making
 
 COMMON = {
     "attn_norm": "input_layernorm",
@@ -53,11 +56,11 @@ class Architecture:
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: COMMON)
     permuted: bool = False
     norm_offset: float = 0.0
-    config: Callable[[Metadata, dict], dict] = lambda metadata, config: {}
+    config: Callable[[Metadata, Found], HfConfig] = lambda metadata, config: {}
     partial: bool = False  # may rotate a part of each head
 
 
-def _llama(metadata: Metadata, config: dict) -> dict:
+def _llama(metadata: Metadata, config: Found) -> HfConfig:
     experts = metadata("expert_count", 0)
     if not experts:
         return {}
@@ -69,7 +72,7 @@ def _llama(metadata: Metadata, config: dict) -> dict:
     }
 
 
-def _qwen3_moe(metadata: Metadata, config: dict) -> dict:
+def _qwen3_moe(metadata: Metadata, config: Found) -> HfConfig:
     return {
         "num_experts": int(metadata("expert_count")),
         "num_experts_per_tok": int(metadata("expert_used_count")),
@@ -78,18 +81,18 @@ def _qwen3_moe(metadata: Metadata, config: dict) -> dict:
     }
 
 
-def _gemma(metadata: Metadata, config: dict) -> dict:
+def _gemma(metadata: Metadata, config: Found) -> HfConfig:
     return {"hidden_act": "gelu_pytorch_tanh"}
 
 
-def _query_scalar(config: dict, largest: int) -> float:
+def _query_scalar(config: Found, largest: int) -> float:
     """The size with the most layers scales by hidden / heads, the others by the head's dimension."""
     if config["num_hidden_layers"] == largest:
-        return config["hidden_size"] / config["num_attention_heads"]
-    return config["head_dim"]
+        return float(config["hidden_size"] / config["num_attention_heads"])
+    return float(config["head_dim"])
 
 
-def _gemma2(metadata: Metadata, config: dict) -> dict:
+def _gemma2(metadata: Metadata, config: Found) -> HfConfig:
     return {
         "sliding_window": int(metadata("attention.sliding_window")),
         "attn_logit_softcapping": float(metadata("attn_logit_softcapping")),
@@ -98,7 +101,7 @@ def _gemma2(metadata: Metadata, config: dict) -> dict:
     }
 
 
-def _gemma3(metadata: Metadata, config: dict) -> dict:
+def _gemma3(metadata: Metadata, config: Found) -> HfConfig:
     cap = metadata("final_logit_softcapping", None)
     return {
         "sliding_window": int(metadata("attention.sliding_window")),
@@ -109,7 +112,7 @@ def _gemma3(metadata: Metadata, config: dict) -> dict:
     }
 
 
-def _phi3(metadata: Metadata, config: dict) -> dict:
+def _phi3(metadata: Metadata, config: Found) -> HfConfig:
     # 0 says none; files of older converters do not say
     return {
         "sliding_window": int(metadata("attention.sliding_window")) or None,
@@ -120,17 +123,17 @@ def _phi3(metadata: Metadata, config: dict) -> dict:
     }
 
 
-def _olmo2(metadata: Metadata, config: dict) -> dict:
+def _olmo2(metadata: Metadata, config: Found) -> HfConfig:
     if metadata("attention.sliding_window", None) is not None:
         raise ValueError("it has a sliding window, as OLMo 3 does, which is not served")
     return {}
 
 
-def _smollm3(metadata: Metadata, config: dict) -> dict:
+def _smollm3(metadata: Metadata, config: Found) -> HfConfig:
     return {"no_rope_layer_interval": 4}
 
 
-def _granite(metadata: Metadata, config: dict) -> dict:
+def _granite(metadata: Metadata, config: Found) -> HfConfig:
     return {
         "attention_multiplier": float(metadata("attention.scale", 1 / math.sqrt(config["head_dim"]))),
         "embedding_multiplier": float(metadata("embedding_scale", 1.0)),

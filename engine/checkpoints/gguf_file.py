@@ -131,7 +131,7 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: tensor {name} has shape {list(shape)}, not whole blocks of {block}")
         return Tensor(name, shape, quantization, offset, math.prod(shape) // block * block_bytes)
 
-    def _unpack(self, layout: str) -> tuple:
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + layout, self.data, self._position)
         self._position += struct.calcsize("<" + layout)
         return values

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
+from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.quant_methods import find_method
 from engine.checkpoints.safetensors import SafetensorsCheckpoint
 
@@ -29,6 +31,8 @@ class QuantizedCheckpoint:
         self.path, self.strict = inner.path, inner.strict
         self._inner = inner
         quantization = inner.hf_config["quantization_config"]
+        if not isinstance(quantization, Mapping):
+            raise CheckpointError(f"{inner.path / 'config.json'}: quantization_config is {quantization!r}; an object is needed")
         self.hf_config = {name: value for name, value in inner.hf_config.items() if name != "quantization_config"}
         self._weights = find_method(inner.path, quantization).weights(inner, quantization)
         parts = {part for weight in self._weights.values() for part in weight.parts}

@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.mapped import release_pages
+from engine.config import HfConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -128,7 +129,7 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
 
-def read_config(path: pathlib.Path) -> dict:
+def read_config(path: pathlib.Path) -> HfConfig:
     """The directory's ``config.json``."""
     file = path / "config.json"
     try:

@@ -8,7 +8,7 @@ taken in silence is a model that answers wrong.
 
 from __future__ import annotations
 
-from engine.config import ConfigError, ModelConfig
+from engine.config import ConfigError, HfConfig, ModelConfig
 from engine.discovery import declared, unique
 from engine.families.family import Family, TensorNames
 
@@ -17,10 +17,12 @@ __all__ = ["FAMILIES", "Family", "TensorNames", "find_family", "get_family", "lo
 FAMILIES = unique(declared(__name__, Family), "name", "architecture", "model_type")
 
 
-def find_family(hf: dict) -> Family:
+def find_family(hf: HfConfig) -> Family:
     """The family of a config.json. Raises `ConfigError` with the names that are served."""
     served = ", ".join(family.architecture for family in FAMILIES)
     architectures = hf.get("architectures")
+    if not isinstance(architectures, (list, type(None))):
+        raise ConfigError(f"config.json: architectures is {architectures!r}; a list of names is needed")
     if architectures:
         for family in FAMILIES:
             if family.architecture in architectures:
@@ -41,7 +43,7 @@ def get_family(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def load_config(hf: dict) -> ModelConfig:
+def load_config(hf: HfConfig) -> ModelConfig:
     """The `ModelConfig` of a config.json. Raises `ConfigError`, which names the field, what was found and the
     remedy.
     """

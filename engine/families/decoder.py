@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from engine.config import ConfigError, LayerKind, ModelConfig, RopeConfig
+from engine.config import ConfigError, HfConfig, LayerKind, ModelConfig, RopeConfig
 from engine.families.family import Fields
 from engine.families.rope import RopeDefaults, longest, rope_config
 
@@ -22,16 +23,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def decoder_config(
-    hf: dict,
+    hf: HfConfig,
     *,
     family: str,
     rope: RopeDefaults | RopeConfig = RopeDefaults(),
-    activation: str | None = None,  # the field's value, where it is not hidden_act
+    activation: object = None,  # the field's value, where it is not hidden_act
     head_dim: int | None = None,  # where the config is silent; None: hidden_size / num_attention_heads
     norm_eps: float = 1e-6,
     tie_embeddings: bool = False,
     intermediate: str = "intermediate_size",
-    **differences,
+    **differences: Any,
 ) -> ModelConfig:
     """A config of the Llama shape. Both spellings of each field are read; what is not served is refused by name.
 
@@ -73,25 +74,26 @@ def decoder_config(
     )
 
 
-def _check_quantization(hf: dict) -> None:
+def _check_quantization(hf: HfConfig) -> None:
     """What is served, ``engine/checkpoints/quantized.py`` shows dequantized."""
-    method = (hf.get("quantization_config") or {}).get("quant_method")
-    if hf.get("quantization_config") and method not in QUANTIZED:
+    quantization = Fields(hf).object("quantization_config")
+    method = quantization.get("quant_method")
+    if quantization and method not in QUANTIZED:
         raise ConfigError(
             f"config.json: quantization_config is there (quant_method {method!r}), which is not served (served are "
             f"{', '.join(QUANTIZED)}); use the unquantized version of the model, or a GGUF"
         )
 
 
-def _activation(fields: Fields, value: str | None) -> str:
+def _activation(fields: Fields, value: object) -> str:
     name = "hidden_act" if value is None else "hidden_activation"
-    value = value or fields.get("hidden_act") or "silu"
-    if value not in ACTIVATIONS:
-        raise ConfigError(f"{fields.prefix}: {name} is {value!r}; served are {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[value]
+    found = value or fields.get("hidden_act") or "silu"
+    if not isinstance(found, str) or found not in ACTIVATIONS:
+        raise ConfigError(f"{fields.prefix}: {name} is {found!r}; served are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[found]
 
 
-def layer_types(hf: dict, default: Sequence[str]) -> list[str]:
+def layer_types(hf: HfConfig, default: Sequence[str]) -> list[str]:
     """``layer_types``: of each layer, whether it slides. ``default`` where the config is silent."""
     types = hf.get("layer_types")
     types = list(default) if types is None else types

@@ -6,8 +6,9 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
+from typing import TypeGuard
 
-from engine.config import ConfigError, ModelConfig, MoeConfig
+from engine.config import ConfigError, HfConfig, ModelConfig, MoeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Family:
     name: str  # ModelConfig.family
     architecture: str  # in config.json's architectures
     model_type: str
-    load_config: Callable[[dict], ModelConfig]
+    load_config: Callable[[HfConfig], ModelConfig]
     tensors: TensorNames = TensorNames()
     ignored: tuple[str, ...] = ()
 
@@ -68,7 +69,7 @@ class Family:
 class Fields:
     """Typed access to config.json. Absent and null are the same; a value of another type is a `ConfigError` by name."""
 
-    def __init__(self, hf: dict, prefix: str = "config.json"):
+    def __init__(self, hf: HfConfig, prefix: str = "config.json"):
         self.hf = hf
         self.prefix = prefix
 
@@ -98,6 +99,15 @@ class Fields:
             raise self.fail(name, "a positive number is needed")
         return float(value)
 
+    def object(self, name: str) -> HfConfig:
+        """An object; empty where it is absent."""
+        value = self.hf.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.fail(name, "an object or null is needed")
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.hf.get(name)
         if value is None:
@@ -111,10 +121,10 @@ class Fields:
         value = self.hf.get(name)
         if value is None:
             raise ConfigError(f"{self.prefix}: {name} is missing; the model needs it")
-        good = isinstance(value, list) and all(map(_is_positive, value))
-        if not good or len(value) != count:
+        numbers = [float(item) for item in value if _is_positive(item)] if isinstance(value, list) else []
+        if not isinstance(value, list) or not len(value) == len(numbers) == count:
             raise ConfigError(f"{self.prefix}: {name} must be a list of {count} positive numbers")
-        return tuple(float(item) for item in value)
+        return tuple(numbers)
 
     def moe(self, experts: int, per_token: int, *, normalize: bool, bias: bool = False) -> MoeConfig:
         """A mixture of experts; the numbers are defaults. ``num_experts`` and ``num_local_experts`` are the same."""
@@ -144,6 +154,6 @@ class Fields:
         return tuple(ids)
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[float]:
     """Whether it is a number above 0, and one that a float can be."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from engine.config import ConfigError, LayerKind, ModelConfig, RopeConfig
+from engine.config import ConfigError, HfConfig, LayerKind, ModelConfig, RopeConfig
 from engine.families.decoder import FULL, SLIDING, decoder_config, layer_types, with_kinds, with_windows
 from engine.families.family import Family, Fields, TensorNames
 from engine.families.rope import RopeDefaults, read_rope
 
-NORMS = {"norm_offset": 1.0, "wide_norms": True}
+NORMS: dict[str, Any] = {"norm_offset": 1.0, "wide_norms": True}
 LAYER = "model.layers.{layer}."
 NAMES = TensorNames(mlp_norm=LAYER + "pre_feedforward_layernorm.weight")
 
 
-def load_gemma(hf: dict) -> ModelConfig:
+def load_gemma(hf: HfConfig) -> ModelConfig:
     # The first config.json files say gelu and mean its approximation; hidden_activation came to say so.
     hf = {**hf, "hidden_act": "gelu_pytorch_tanh" if hf.get("hidden_act") in (None, "gelu") else hf["hidden_act"]}
     bias = Fields(hf).flag("attention_bias", False)
     return _gemma(hf, "gemma", qkv_bias=bias, o_bias=bias)
 
 
-def load_gemma2(hf: dict) -> ModelConfig:
+def load_gemma2(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     model = _gemma(
         hf,
@@ -40,7 +41,7 @@ def load_gemma2(hf: dict) -> ModelConfig:
     return with_windows(model, _window(hf), layer_types(hf, types))
 
 
-def load_gemma3(hf: dict) -> ModelConfig:
+def load_gemma3(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     max_position = fields.integer("max_position_embeddings", 131_072)
     head_dim = fields.integer("head_dim", 256)
@@ -61,7 +62,7 @@ def load_gemma3(hf: dict) -> ModelConfig:
     return with_kinds(model, [kinds[kind] for kind in layer_types(hf, default)])
 
 
-def load_gemma3_vision(hf: dict) -> ModelConfig:
+def load_gemma3_vision(hf: HfConfig) -> ModelConfig:
     """The language model of a model with vision. Its own config leaves out what is as in transformers."""
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
@@ -73,22 +74,23 @@ def load_gemma3_vision(hf: dict) -> ModelConfig:
     return dataclasses.replace(load_gemma3({**heads, **known}), family="gemma3_vision")
 
 
-def gemma3_ropes(hf: dict, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+def gemma3_ropes(hf: HfConfig, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Of full and of sliding layers. In the older spelling ``rope_scaling`` is about the full ones, and
     ``rope_local_base_freq`` is the base of the others.
     """
-    nested = hf.get("rope_parameters") or {}
+    nested, scaling = Fields(hf).object("rope_parameters"), Fields(hf).object("rope_scaling")
     if unknown := sorted(nested.keys() - {FULL, SLIDING}):
         raise ConfigError(f"config.json: rope_parameters has {', '.join(unknown)}; served are {FULL}, {SLIDING}")
-    full = {**(nested.get(FULL) or {}), **(hf.get("rope_scaling") or {})}
-    local = {"rope_theta": hf.get("rope_local_base_freq"), **(nested.get(SLIDING) or {})}
+    parts = Fields(nested, "config.json: rope_parameters")
+    full = {**parts.object(FULL), **scaling}
+    local = {"rope_theta": hf.get("rope_local_base_freq"), **parts.object(SLIDING)}
     return (
         read_rope(hf, "rope_parameters.full_attention", full, max_position, head_dim, RopeDefaults(1_000_000.0)),
         read_rope({}, "rope_parameters.sliding_attention", local, max_position, head_dim, RopeDefaults(10_000.0)),
     )
 
 
-def _gemma(hf: dict, family: str, **differences) -> ModelConfig:
+def _gemma(hf: HfConfig, family: str, **differences: Any) -> ModelConfig:
     if Fields(hf).flag("use_bidirectional_attention", False):
         raise ConfigError("config.json: use_bidirectional_attention is true, which is not served")
     scale = float(Fields(hf).integer("hidden_size") ** 0.5)
@@ -97,7 +99,7 @@ def _gemma(hf: dict, family: str, **differences) -> ModelConfig:
     )
 
 
-def _second(fields: Fields) -> dict:
+def _second(fields: Fields) -> dict[str, Any]:
     """What came with Gemma 2."""
     bias = fields.flag("attention_bias", False)
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
@@ -111,13 +113,14 @@ def _cap(fields: Fields, name: str, default: float | None) -> float | None:
     return None if fields.get(name) is None else fields.number(name)
 
 
-def _window(hf: dict) -> int | None:
+def _window(hf: HfConfig) -> int | None:
     return Fields(hf).window() if "sliding_window" in hf else 4096
 
 
 def _within(names: TensorNames, prefix: str) -> TensorNames:
     """The names of a model that is a part of another."""
-    return TensorNames(**{field: None if name is None else prefix + name for field, name in vars(names).items()})
+    named = {field: prefix + name for field, name in vars(names).items() if name is not None}
+    return dataclasses.replace(names, **named)
 
 
 GEMMA = Family("gemma", "GemmaForCausalLM", "gemma", load_gemma)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import FULL, SLIDING, decoder_config, layer_types, with_windows
 from engine.families.family import Family, Fields, TensorNames
 from engine.families.rope import RopeDefaults
@@ -23,7 +23,7 @@ ROPE = {  # transformers' default
 }
 
 
-def load_gpt_oss(hf: dict) -> ModelConfig:
+def load_gpt_oss(hf: HfConfig) -> ModelConfig:
     if hf.get("rope_scaling") is None and hf.get("rope_parameters") is None:
         hf = {**hf, "rope_scaling": ROPE}
     fields = Fields(hf)

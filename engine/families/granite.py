@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import decoder_config
 from engine.families.family import Family, Fields
 
 
-def load_granite(hf: dict) -> ModelConfig:
+def load_granite(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     bias = fields.flag("attention_bias", False)
     return decoder_config(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import decoder_config
 from engine.families.family import Family, Fields
 
 
-def load_llama(hf: dict) -> ModelConfig:
+def load_llama(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     if fields.integer("pretraining_tp", 1) != 1:
         raise fields.fail("pretraining_tp", "only 1 is served")

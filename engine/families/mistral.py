@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import SLIDING, decoder_config, with_windows
 from engine.families.family import Family, Fields
 
 
-def load_mistral(hf: dict) -> ModelConfig:
+def load_mistral(hf: HfConfig) -> ModelConfig:
     model = decoder_config(hf, family="mistral")
     # null is none, but transformers takes 4096 where the field is absent
     window = Fields(hf).window() if "sliding_window" in hf else 4096

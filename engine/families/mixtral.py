@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import SLIDING, decoder_config, with_windows
 from engine.families.family import Family, Fields, TensorNames
 
@@ -15,7 +15,7 @@ NAMES = TensorNames(
 )
 
 
-def load_mixtral(hf: dict) -> ModelConfig:
+def load_mixtral(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     model = decoder_config(hf, family="mixtral", norm_eps=1e-5, moe=fields.moe(8, 2, normalize=True))
     return with_windows(model, fields.window(), [SLIDING] * model.num_layers)

@@ -3,12 +3,12 @@ projections."""
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import decoder_config
 from engine.families.family import Family, Fields
 
 
-def load_olmo2(hf: dict) -> ModelConfig:
+def load_olmo2(hf: HfConfig) -> ModelConfig:
     bias = Fields(hf).flag("attention_bias", False)
     return decoder_config(
         hf,

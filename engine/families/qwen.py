@@ -3,22 +3,22 @@ head in their place; and Qwen3's mixture of experts."""
 
 from __future__ import annotations
 
-from engine.config import ModelConfig
+from engine.config import HfConfig, ModelConfig
 from engine.families.decoder import FULL, SLIDING, decoder_config, layer_types, with_windows
 from engine.families.family import Family, Fields
 
 
-def load_qwen2(hf: dict) -> ModelConfig:
+def load_qwen2(hf: HfConfig) -> ModelConfig:
     return _with_windows(hf, decoder_config(hf, family="qwen2", qkv_bias=True))
 
 
-def load_qwen3(hf: dict) -> ModelConfig:
+def load_qwen3(hf: HfConfig) -> ModelConfig:
     bias = Fields(hf).flag("attention_bias", False)
     model = decoder_config(hf, family="qwen3", head_dim=128, qk_norm="head", qkv_bias=bias, o_bias=bias)
     return _with_windows(hf, model)
 
 
-def load_qwen3_moe(hf: dict) -> ModelConfig:
+def load_qwen3_moe(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     if fields.integer("decoder_sparse_step", 1) != 1 or fields.get("mlp_only_layers"):
         name = "mlp_only_layers" if fields.get("mlp_only_layers") else "decoder_sparse_step"
@@ -37,7 +37,7 @@ def load_qwen3_moe(hf: dict) -> ModelConfig:
     return with_windows(model, window, [SLIDING] * model.num_layers)
 
 
-def _with_windows(hf: dict, model: ModelConfig) -> ModelConfig:
+def _with_windows(hf: HfConfig, model: ModelConfig) -> ModelConfig:
     """Layers from ``max_window_layers`` on slide, or what ``layer_types`` says, where ``use_sliding_window`` is
     true."""
     fields = Fields(hf)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from engine.config import ConfigError, RopeConfig
+from engine.config import ConfigError, HfConfig, RopeConfig
 from engine.families.family import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -29,7 +29,7 @@ class RopeDefaults:
     aliases: tuple[tuple[str, str], ...] = ()  # kinds that this family names otherwise
 
 
-def rope_config(hf: dict, max_position: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()) -> RopeConfig:
+def rope_config(hf: HfConfig, max_position: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()) -> RopeConfig:
     """The rotary embedding of a model that has one for all layers."""
     name, scaling = _parameters(hf)
     if any(isinstance(value, dict) for value in scaling.values()):
@@ -40,28 +40,24 @@ def rope_config(hf: dict, max_position: int, head_dim: int, defaults: RopeDefaul
     return read_rope(hf, name, scaling, max_position, head_dim, defaults)
 
 
-def _parameters(hf: dict) -> tuple[str, dict]:
+def _parameters(hf: HfConfig) -> tuple[str, HfConfig]:
     # Where both are there, transformers takes rope_scaling.
     name = (
         "rope_scaling" if hf.get("rope_scaling") is not None or hf.get("rope_parameters") is None else "rope_parameters"
     )
-    scaling = hf.get(name)
-    if scaling is None:
-        scaling = {}
-    if not isinstance(scaling, dict):
-        raise ConfigError(f"config.json: {name} is {scaling!r}; an object or null is needed")
-    return name, scaling
+    return name, Fields(hf).object(name)
 
 
 def read_rope(
-    hf: dict, name: str, scaling: dict, max_position: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()
+    hf: HfConfig, name: str, scaling: HfConfig, max_position: int, head_dim: int, defaults: RopeDefaults = RopeDefaults()
 ) -> RopeConfig:
     """One object of parameters, called ``name`` in messages; what it does not say is in ``hf`` itself, or a default."""
     fields, top = Fields(scaling, f"config.json: {name}"), Fields(hf)
     if unknown := sorted(scaling.keys() - KNOWN):
         raise ConfigError(f"config.json: {name} has {', '.join(unknown)}, which is not served")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = dict(defaults.aliases).get(kind) or ALIASES.get(kind, kind)
+    if isinstance(kind, str):
+        kind = dict(defaults.aliases).get(kind) or ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise ConfigError(
             f"config.json: {name} has rope_type {kind!r}, which is not served; served are {', '.join(KINDS)}"

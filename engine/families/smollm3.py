@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.config import LayerKind, ModelConfig
+from engine.config import HfConfig, LayerKind, ModelConfig
 from engine.families.decoder import FULL, SLIDING, decoder_config, layer_types, with_kinds
 from engine.families.family import Family, Fields
 from engine.families.rope import RopeDefaults
 
 
-def load_smollm3(hf: dict) -> ModelConfig:
+def load_smollm3(hf: HfConfig) -> ModelConfig:
     fields = Fields(hf)
     bias = fields.flag("attention_bias", False)
     model = decoder_config(

@@ -88,8 +88,11 @@ def refuse_zero_points(stored: SafetensorsCheckpoint) -> None:
 
 def scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Codes times scales of as many dimensions, each of which divides the codes'."""
+    product: np.ndarray
     if all(parts in (1, extent) for parts, extent in zip(scales.shape, codes.shape, strict=True)):
-        return codes * scales
+        product = codes * scales
+        return product
     split = [size for extent, parts in zip(codes.shape, scales.shape, strict=True) for size in (parts, extent // parts)]
     spread = [size for parts in scales.shape for size in (parts, 1)]
-    return (codes.reshape(split) * scales.reshape(spread)).reshape(codes.shape)
+    product = codes.reshape(split) * scales.reshape(spread)
+    return product.reshape(codes.shape)
