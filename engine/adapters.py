@@ -87,11 +87,12 @@ def change(low_rank: LowRank, index: jax.Array, x: jax.Array) -> jax.Array:
     """
     with jax.named_scope("adapters"):
         shape = (x.shape[0], *low_rank.b.shape[:-2])
-        return jax.lax.cond(
+        changed: jax.Array = jax.lax.cond(
             jnp.any(index > 0),
             lambda: _change(low_rank, index, x).reshape(shape),
             lambda: jnp.zeros(shape, x.dtype),
         )
+        return changed
 
 
 def _change(low_rank: LowRank, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -50,21 +50,33 @@ def attend_pages(
     sinks: jax.Array | None = None,  # [k, g]
 ) -> jax.Array:  # [b, k, g, head_dim]
     """Each row's queries attend to the first ``lengths`` tokens of its pages, or to the last ``window`` of these."""
-    options = {"scoring": scoring, "window": window, "sinks": sinks}
 
     def attend(q: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
-        return attend_rows(q, k_pages, v_pages, layer, page_table, lengths, **options)
+        return attend_rows(q, k_pages, v_pages, layer, page_table, lengths, scoring=scoring, window=window, sinks=sinks)
 
     def attend_by_groups(*rows: jax.Array) -> jax.Array:
         groups = tuple(array.reshape(-1, CPU_ROWS, *array.shape[1:]) for array in rows)
-        return jax.lax.map(lambda group: attend(*group), groups).reshape(q.shape)
+        attended: jax.Array = jax.lax.map(lambda group: attend(*group), groups)
+        return attended.reshape(q.shape)
 
     if q.shape[0] <= CPU_ROWS or q.shape[0] % CPU_ROWS:
         return attend(q, page_table, lengths)
-    return jax.lax.platform_dependent(q, page_table, lengths, cpu=attend_by_groups, default=attend)
+    out: jax.Array = jax.lax.platform_dependent(q, page_table, lengths, cpu=attend_by_groups, default=attend)
+    return out
 
 
-def attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, window, sinks) -> jax.Array:
+def attend_rows(
+    q: jax.Array,
+    k_pages: jax.Array | Quantized,
+    v_pages: jax.Array | Quantized,
+    layer: jax.Array | int,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scoring: Scoring,
+    window: jax.Array | int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
     """`attend_pages` for all rows at once: their longest context is the bound of all. Sinks may differ between rows: [b, k, g]."""
     batch = q.shape[0]
     page_size = k_pages.shape[3]
@@ -74,7 +86,8 @@ def attend_rows(q, k_pages, v_pages, layer, page_table, lengths, *, scoring, win
     def gather(pages: jax.Array, table: jax.Array) -> jax.Array:  # -> [b, k, block, ...]
         # One gather per head, so that a split over heads stays local to its device.
         take = jax.vmap(lambda head: head.at[layer, table].get(mode="promise_in_bounds"), in_axes=1, out_axes=1)
-        return take(pages).reshape(batch, -1, block, *pages.shape[4:])
+        taken: jax.Array = take(pages)
+        return taken.reshape(batch, -1, block, *pages.shape[4:])
 
     def visit(i: jax.Array, carry: _Softmax) -> _Softmax:
         table = jax.lax.dynamic_slice_in_dim(page_table, i * block_pages, block_pages, axis=1)
@@ -123,8 +136,8 @@ def attend_prefix(
         live = (at[None, :] <= positions[:, None]) & (at[None, :] >= i * block)  # [t, block]
         if window is not None:
             live &= at[None, :] > positions[:, None] - window
-        visited = jax.tree.map(lambda buffer: slice_block(buffer, start), (keys, values))
-        return _accumulate(scoring, carry, q, *visited, live[None, None])
+        of_keys, of_values = jax.tree.map(lambda buffer: slice_block(buffer, start), (keys, values))
+        return _accumulate(scoring, carry, q, of_keys, of_values, live[None, None])
 
     first = 0 if window is None else jnp.maximum(positions[0] + 1 - window, 0) // block  # the first query sees furthest back
     blocks = (length + block - 1) // block

@@ -146,7 +146,8 @@ class ModelConfig:
         return tuple(0 if kind.rope is None else kind.rope.regime(length) for kind in self.kinds)
 
 
-ADAPTER_MAPS = ("qkv", "o", "gate_up", "down")  # the linear maps of a layer, as the engine has them
+AdapterMap = Literal["qkv", "o", "gate_up", "down"]
+ADAPTER_MAPS: tuple[AdapterMap, ...] = ("qkv", "o", "gate_up", "down")  # the linear maps of a layer, as the engine has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ class AdapterLayout:
 
     count: int
     rank: int
-    maps: tuple[Literal["qkv", "o", "gate_up", "down"], ...]  # some of `ADAPTER_MAPS`, in that order
+    maps: tuple[AdapterMap, ...]  # some of `ADAPTER_MAPS`, in that order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,13 @@ from engine.checkpoints import Checkpoint
 from engine.config import ModelConfig
 from engine.families import Family, TensorNames
 from engine.peft import Adapter, adapter_fills
-from engine.quantization import Quantized, quantize
+from engine.quantization import Array, Quantized, quantize
 from engine.weights import LayerWeights, Weights
 
 BLOCK = 32 * 2**20  # bytes of a file that are copied before they are released
 
 Where = tuple[slice, ...]  # a part of an array: from, to, of each dimension
-Part = tuple[Where, np.ndarray]  # and where it is written; of what is quantized, a `Quantized`
+Part = tuple[Where, Array]  # and where it is written; of what is quantized, a `Quantized`
 Fill = Callable[[Sequence[Part]], None]  # writes parts of one array of the tree
 View = Callable[[np.ndarray, Where], np.ndarray]  # what of a tensor is a part of the array
 
@@ -38,6 +38,10 @@ class Read:
     values: Callable[[], np.ndarray]
     release: Callable[[], None]  # its pages, as far as they have been touched
     count: Callable[[int], None] = lambda size: None  # told the bytes that are copied
+
+    def of(self, values: np.ndarray) -> Read:
+        """The same with these values, which have been read."""
+        return dataclasses.replace(self, values=lambda: values)
 
     def copy(self, out: np.ndarray, view: np.ndarray) -> None:
         """Copies a view of its values, block by block."""
@@ -111,15 +115,16 @@ def _quantized(fill: Fill, row: int) -> Fill:
 
     def quantize_rows(parts: Sequence[tuple[Where, Quantized]]) -> None:
         whole_rows: list[Part] = []
-        for *rows, _ in (where for where, _ in parts):
-            if all(known[:-1] != (*rows,) for known, _ in whole_rows):
+        for where, _ in parts:
+            rows = where[:-1]
+            if all(known[:-1] != rows for known, _ in whole_rows):
                 shape = [part.stop - part.start for part in rows]
                 whole_rows.append(((*rows, slice(0, row)), np.empty([*shape, row], np.float32)))
         fill(whole_rows)
-        for rows, values in whole_rows:
+        for whole, values in whole_rows:
             made = quantize(values, np)
             for where, out in parts:
-                if where[:-1] == rows[:-1]:
+                if where[:-1] == whole[:-1]:
                     np.copyto(out.values, made.values[..., where[-1]])
                     np.copyto(out.scale, made.scale)
 
@@ -153,7 +158,7 @@ def _parts_of(read: Read, sizes: Sequence[int], fuse: Callable[..., Fill]) -> Fi
 
     def fill(parts: Sequence[Part]) -> None:
         pieces = np.split(read.values(), np.cumsum(sizes)[:-1])
-        fuse(*[dataclasses.replace(read, values=lambda piece=piece: piece) for piece in pieces])(parts)
+        fuse(*[read.of(piece) for piece in pieces])(parts)
 
     return fill
 
@@ -162,10 +167,13 @@ def _by_turns(read: Read) -> Fill:
     """Fills [experts, 2, ffn, ...] from [experts, ..., 2 * ffn], gate and up by turns."""
 
     def fill(parts: Sequence[Part]) -> None:
-        both = dataclasses.replace(read, values=lambda stored=read.values(): stored)  # read, and perhaps dequantized, once
+        both = read.of(read.values())  # read, and perhaps dequantized, once
         for turn in (0, 1):
-            inside = [((where[0], *where[2:]), out[:, turn]) for where, out in parts]
-            both.fill(inside, lambda stored, where, turn=turn: np.moveaxis(stored[..., turn::2], -1, 1)[where])
+
+            def view(stored: np.ndarray, where: Where, turn: int = turn) -> np.ndarray:
+                return np.moveaxis(stored[..., turn::2], -1, 1)[where]
+
+            both.fill([((where[0], *where[2:]), out[:, turn]) for where, out in parts], view)
 
     return fill
 
@@ -221,6 +229,7 @@ class _LayerFills:
 
     def __init__(self, reader: Reader, names: TensorNames, model: ModelConfig, layer: int, group: LayerWeights):
         self.reader, self.names, self.model, self.layer, self.group = reader, names, model, layer, group
+        self.experts = 0 if model.moe is None else model.moe.experts
         self.q_rows, self.kv_rows = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
     def fields(self, wanted: set[str]) -> dict[str, Fill]:
@@ -229,7 +238,8 @@ class _LayerFills:
 
     def shape(self, field: str) -> tuple[int, ...]:
         """Of one layer."""
-        return getattr(self.group, field).shape[1:]
+        whole: tuple[int, ...] = getattr(self.group, field).shape
+        return whole[1:]
 
     def matrix(self, field: str, fill: Fill) -> Fill:
         """Quantizes what is filled where the engine has it so: one tensor's rows at once."""
@@ -338,15 +348,15 @@ class _LayerFills:
 
     def _all_experts(self, module: str, suffix: str, *shape: int) -> Read:
         name = f"{self.names.experts}.{module}" + suffix.replace(".weight", "").replace(".", "_")
-        return self.tensor(name, self.model.moe.experts, *shape)
+        return self.tensor(name, self.experts, *shape)
 
     def _experts(self, fill: Callable[[int], Fill]) -> Fill:
-        return _stack([fill(expert) for expert in range(self.model.moe.experts)])
+        return _stack([fill(expert) for expert in range(self.experts)])
 
     def router(self) -> Fill:
-        shape = (self.model.moe.experts, self.model.hidden_size)
+        shape = (self.experts, self.model.hidden_size)
         return _copy(self.tensor(self.names.router + ".weight", *shape), shape)
 
     def router_bias(self) -> Fill:
-        shape = (self.model.moe.experts,)
+        shape = (self.experts,)
         return _copy(self.tensor(self.names.router + ".bias", *shape), shape)

@@ -18,6 +18,9 @@ tokens and makes the new state. They are one program, or several where a model r
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,12 +28,15 @@ from flax import struct
 
 from engine import model as decoder
 from engine import native
+from engine.attention import Scoring
 from engine.config import EngineConfig, ModelConfig
 from engine.kernels import Attention
-from engine.quantization import Quantized, quantize
+from engine.model import Pool, Pools
+from engine.quantization import Array, Quantized, quantize
 from engine.sampling import NO_TOKEN, SamplingContext, choose, pack_results, result_width, sampling_width, unpack
 from engine.sharding import GROUPS, Ways
-from engine.state import DecodeState, Pools, Prefix, mask_words
+from engine.state import DecodeState, Prefix, mask_words
+from engine.state import Pools as GroupPools
 from engine.weights import LayerWeights, Weights
 
 PREFILL_HEADER = 7
@@ -45,19 +51,30 @@ _NO_SLOT = np.int32(2**30)  # beyond every slot: what is written there is droppe
 class PrefixCache:
     """Rows are consecutive tokens of one prompt, stored in a prefix from position ``start``."""
 
-    start: jax.Array  # int32
-    positions: jax.Array  # int32 [rows]
-    length: jax.Array  # int32: live tokens, these included
+    start: Array  # int32
+    positions: Array  # int32 [rows]
+    length: Array  # int32: live tokens, these included
     attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
     ways: Ways = struct.field(pytree_node=False, default=Ways())  # likewise
 
-    def attend(self, pools, layer, q, k, v, scoring, window, sinks):
+    def attend(
+        self,
+        pools: Pools,
+        layer: jax.Array | int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        scoring: Scoring,
+        window: jax.Array | int | None,
+        sinks: jax.Array | None,
+    ) -> tuple[Pools, jax.Array]:
         if self.ways.groups > 1:  # each stores all, and attends for its own rows
             k, v = jnp.unstack(self.ways.join(jnp.stack([k, v], axis=1), GROUPS, 0), axis=1)
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
-        keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
-        options = {"scoring": scoring, "window": window, "sinks": sinks}
-        out = self.attention.prefix(q, keys, values, layer, self.positions, self.length, **options)
+        keys, values = self._store(pools[0], layer, k), self._store(pools[1], layer, v)
+        out = self.attention.prefix(
+            q, keys, values, layer, self.positions, self.length, scoring=scoring, window=window, sinks=sinks
+        )
         return (keys, values), _narrow(out, head_dim)
 
     def _store(self, pool: Pool, layer: jax.Array | int, rows: jax.Array) -> Pool:
@@ -65,46 +82,57 @@ class PrefixCache:
             update = rows.astype(pool.dtype).swapaxes(0, 1)[None]
             return jax.lax.dynamic_update_slice(pool, update, _at(pool, layer, 0, self.start))
 
-        return jax.tree.map(store, pool, _as_stored(pool, rows))
+        new: Pool = jax.tree.map(store, pool, _as_stored(pool, rows))
+        return new
 
 
 @struct.dataclass
 class PagedCache:
     """Rows are one token of each sequence, stored in the sequence's page that holds its position."""
 
-    page_table: jax.Array  # int32 [rows, table width]
-    pages: jax.Array  # int32 [rows]: of the token stored
-    offsets: jax.Array  # int32 [rows]: within the page
-    lengths: jax.Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
+    page_table: Array  # int32 [rows, table width]
+    pages: Array  # int32 [rows]: of the token stored
+    offsets: Array  # int32 [rows]: within the page
+    lengths: Array  # int32 [rows]: live tokens, this one included; 0 for padded rows
     attention: Attention = struct.field(pytree_node=False, default=Attention())  # who attends: `run_layers` knows
     ways: Ways = struct.field(pytree_node=False, default=Ways())
 
-    def attend(self, pools, layer, q, k, v, scoring, window, sinks):
-        options = {"scoring": scoring, "window": window, "sinks": sinks}
+    def attend(
+        self,
+        pools: Pools,
+        layer: jax.Array | int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        scoring: Scoring,
+        window: jax.Array | int | None,
+        sinks: jax.Array | None,
+    ) -> tuple[Pools, jax.Array]:
         if self.attention.native:
-            stored = tuple(_as_stored(pool, rows) for pool, rows in zip(pools, (k, v), strict=True))
+            stored = _as_stored(pools[0], k), _as_stored(pools[1], v)
             where = (self.page_table, self.pages, self.offsets, self.lengths)
-            return native.decode(pools, layer, q, stored, *where, **options)
+            return native.decode(pools, layer, q, stored, *where, scoring=scoring, window=window, sinks=sinks)
         head_dim, (q, k, v) = q.shape[-1], _widen(pools, q, k, v)
-        keys, values = (self._store(pool, layer, rows) for pool, rows in zip(pools, (k, v), strict=True))
-        out = self.attention.pages(q, keys, values, layer, self.page_table, self.lengths, **options)
+        keys, values = self._store(pools[0], layer, k), self._store(pools[1], layer, v)
+        out = self.attention.pages(
+            q, keys, values, layer, self.page_table, self.lengths, scoring=scoring, window=window, sinks=sinks
+        )
         return (keys, values), _narrow(out, head_dim)
 
     def _store(self, pool: Pool, layer: jax.Array | int, rows: jax.Array) -> Pool:
         stored = _as_stored(pool, rows)
 
-        def store_row(i, pool):
+        def store_row(i: jax.Array, pool: Pool) -> Pool:
             def store(pool: jax.Array, rows: jax.Array) -> jax.Array:  # [rows, kv_heads, ...]
                 update = rows[i].astype(pool.dtype)[None, :, None, None]
                 pool = jax.lax.dynamic_update_slice(pool, update, _at(pool, layer, 0, self.pages[i], self.offsets[i]))
                 return self.attention.pin(pool)
 
-            return jax.tree.map(store, pool, stored)
+            new: Pool = jax.tree.map(store, pool, stored)
+            return new
 
-        return jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
-
-
-Pool = jax.Array | Quantized
+        new: Pool = jax.lax.fori_loop(0, rows.shape[0], store_row, pool)
+        return new
 
 
 def _as_stored(pool: Pool, rows: jax.Array) -> Pool:
@@ -117,7 +145,7 @@ def _at(array: jax.Array, *index: jax.Array | int) -> tuple[jax.Array | int, ...
     return (*index, *[0] * (array.ndim - len(index)))
 
 
-def _widen(pools: tuple[jax.Array, jax.Array], *rows: jax.Array) -> tuple[jax.Array, ...]:
+def _widen(pools: Pools, *rows: jax.Array) -> tuple[jax.Array, ...]:
     """Rows with as many dimensions as the pools store of a head; those added are zero, and change no product of query and key."""
     missing = pools[0].shape[-1] - rows[0].shape[-1]
     return tuple(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) for x in rows) if missing else rows
@@ -131,9 +159,9 @@ def _narrow(out: jax.Array, head_dim: int) -> jax.Array:
 class Rows:
     """What layers need to know of the rows that run."""
 
-    rotations: tuple[tuple[jax.Array, jax.Array] | None, ...]  # of each kind of layer: cosines and sines [rows, rotary_dim / 2]
+    rotations: tuple[tuple[Array, Array] | None, ...]  # of each kind of layer: cosines and sines [rows, rotary_dim / 2]
     cache: PrefixCache | PagedCache
-    adapters: jax.Array | None = None  # int32 [rows], or [1] where all rows have the same; None where the server has none
+    adapters: Array | None = None  # int32 [rows], or [1] where all rows have the same; None where the server has none
 
 
 def run_layers(
@@ -141,13 +169,13 @@ def run_layers(
     ways: Ways,
     attention: Attention,
     pattern: tuple[int, ...],
-    pools: Pools,
+    pools: GroupPools,
     layers: tuple[LayerWeights, ...],
     x: jax.Array,
     rows: Rows,
-):
+) -> tuple[GroupPools, jax.Array]:
     """Consecutive layers, of the kinds ``pattern``: their pools, and the hidden states behind them."""
-    cache = rows.cache.replace(attention=attention, ways=ways)
+    cache = dataclasses.replace(rows.cache, attention=attention, ways=ways)
     x, keys, values = decoder.run_layers(model, ways, pattern, layers, x, rows.rotations, *pools, cache, rows.adapters)
     return (keys, values), x
 
@@ -161,7 +189,7 @@ def prefill(
     prefix: Prefix,
     weights: Weights,
     request: jax.Array,
-):
+) -> tuple[Prefix, jax.Array, jax.Array]:
     """One chunk of a prompt, padded to ``bucket`` tokens.
 
     Returns the prefix; the packed first token [1, result_width()], zeros unless this is the last chunk; and packed prompt
@@ -177,7 +205,7 @@ def prefill(
 
 def begin_prefill(
     model: ModelConfig, ways: Ways, config: EngineConfig, bucket: int, prefix: Prefix, weights: Weights, request: jax.Array
-):
+) -> tuple[jax.Array, Rows]:
     """The hidden states of a chunk's tokens, and its `Rows`."""
     (start, length, _, _, _, _, total), sampling, *_, tokens = _split(request, *_prefill_sizes(model, config, bucket))
     positions = start + _of_group(ways, jnp.arange(bucket, dtype=jnp.int32))
@@ -196,7 +224,7 @@ def end_prefill(
     weights: Weights,
     request: jax.Array,
     x: jax.Array,
-):
+) -> tuple[Prefix, jax.Array, jax.Array, jax.Array]:
     """What follows the layers of a chunk.
 
     Returns the prefix; packed prompt log-probs; and what `first_token` takes: the hidden state [1, hidden] of the last token, and
@@ -216,12 +244,12 @@ def end_prefill(
     )
     row = jax.lax.dynamic_slice_in_dim(x, (length - 1) % x.shape[0], 1)
     row = ways.sum(ways.only(row, GROUPS, (length - 1) // x.shape[0]), GROUPS)
-    return prefix.replace(in_prompt=seen), prompt, row, request[: -tokens.shape[0]]
+    return dataclasses.replace(prefix, in_prompt=seen), prompt, row, request[: -tokens.shape[0]]
 
 
 def first_token(
     model: ModelConfig, ways: Ways, config: EngineConfig, prefix: Prefix, weights: Weights, head: jax.Array, row: jax.Array
-):
+) -> jax.Array:
     """The packed first token [1, result_width()] of a prompt, from what `end_prefill` returned for its last chunk."""
     (start, length, _, _, _, masked, _), sampling, mask, generated = _split(head, *_prefill_sizes(model, config, 0)[:-1])
     scores = decoder.logits(model, ways, weights, row)
@@ -275,7 +303,7 @@ def insert(
     prefix: Prefix,
     first: jax.Array,
     request: jax.Array,
-):
+) -> DecodeState:
     """Copies a prefix into its pages and makes the slot's row, in the group that has the slot; the others change nothing."""
     sizes = (sampling_width(), config.max_len, state.page_table.shape[1])
     header, sampling, generated, pages = _split(request, INSERT_HEADER, *sizes)
@@ -284,13 +312,14 @@ def insert(
     slot, used = jnp.where(mine, slot, _NO_SLOT), jnp.where(mine, used, 0)
     size = config.page_size
 
-    def copy_page(i, pools):
+    def copy_page(i: jax.Array, pools: GroupPools) -> GroupPools:
         def copy(pool: jax.Array, buffer: jax.Array) -> jax.Array:
             n, heads, _, *rest = buffer.shape
             page = jax.lax.dynamic_slice(buffer, _at(buffer, 0, 0, i * size), (n, heads, size, *rest))
             return jax.lax.dynamic_update_slice(pool, page[:, :, None], _at(pool, 0, 0, pages[i]))
 
-        return jax.tree.map(copy, pools, (prefix.k, prefix.v))
+        new: GroupPools = jax.tree.map(copy, pools, (prefix.k, prefix.v))
+        return new
 
     k_pages, v_pages = jax.lax.fori_loop(first_page, used, copy_page, (state.k_pages, state.v_pages))
     token = first[0, 0]
@@ -316,14 +345,15 @@ def fetch(ways: Ways, config: EngineConfig, prefix: Prefix, state: DecodeState, 
     (group, used), pages, tokens = _split(request, FETCH_HEADER, width, width * config.page_size)
     size = config.page_size
 
-    def copy_page(i, buffers):
+    def copy_page(i: jax.Array, buffers: GroupPools) -> GroupPools:
         def copy(buffer: jax.Array, pool: jax.Array) -> jax.Array:
             n, heads, _, *rest = buffer.shape
             page = jax.lax.dynamic_slice(pool, _at(pool, 0, 0, pages[i]), (n, heads, 1, size, *rest))
             page = ways.sum(ways.only(page, GROUPS, group), GROUPS)
             return jax.lax.dynamic_update_slice(buffer, page[:, :, 0], _at(buffer, 0, 0, i * size))
 
-        return jax.tree.map(copy, buffers, (state.k_pages, state.v_pages))
+        new: GroupPools = jax.tree.map(copy, buffers, (state.k_pages, state.v_pages))
+        return new
 
     keys, values = jax.lax.fori_loop(0, used, copy_page, (prefix.k, prefix.v))
     live = jnp.arange(tokens.shape[0]) < used * size
@@ -336,7 +366,8 @@ def set_mask(model: ModelConfig, ways: Ways, state: DecodeState, request: jax.Ar
     """Restricts the next tokens of a slot, or lifts the restriction."""
     (group, slot, masked), mask = _split(request, MASK_HEADER, mask_words(model.vocab_size))
     slot = jnp.where(ways.index(GROUPS) == group, slot, _NO_SLOT)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         masked=state.masked.at[slot].set(masked > 0),
         masks=state.masks.at[slot].set(jax.lax.bitcast_convert_type(mask, jnp.uint32)),
     )
@@ -350,7 +381,7 @@ def generate(
     state: DecodeState,
     weights: Weights,
     request: jax.Array,
-):
+) -> tuple[DecodeState, jax.Array]:
     """One step of the rows int32 [batch, 2] (slot, page): the state, and packed results [batch, result_width()]."""
     x, rows = begin_generate(model, ways, config, state, weights, request)
     pools, x = run_layers(model, ways, attention, model.pattern, state.pools, weights.layers, x, rows)
@@ -360,7 +391,7 @@ def generate(
 
 def begin_generate(
     model: ModelConfig, ways: Ways, config: EngineConfig, state: DecodeState, weights: Weights, request: jax.Array
-):
+) -> tuple[jax.Array, Rows]:
     """The hidden states of the rows' last tokens, and their `Rows`."""
     slots, active, positions, page_table = _rows(config, state, request)
     cache = PagedCache(
@@ -382,7 +413,7 @@ def end_generate(
     weights: Weights,
     request: jax.Array,
     x: jax.Array,
-):
+) -> tuple[DecodeState, jax.Array]:
     """The rest of `generate`, behind the layers."""
     slots, active, positions, page_table = _rows(config, state, request)
     scores = decoder.logits(model, ways, weights, x)
@@ -398,7 +429,8 @@ def end_generate(
         masks=state.masks,
     )
     chosen = choose(scores, options, context)
-    new_state = state.replace(
+    new_state = dataclasses.replace(
+        state,
         page_table=page_table,
         lengths=state.lengths.at[slots].set(jnp.where(active, positions + 1, 0)),
         tokens=state.tokens.at[slots].set(chosen),
@@ -414,10 +446,13 @@ def place_layer(stack: jax.Array | Quantized, part: jax.Array | Quantized, layer
     def place(stack: jax.Array, part: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(stack, part[None], _at(stack, layer))
 
-    return jax.tree.map(place, stack, part)
+    placed: Pool = jax.tree.map(place, stack, part)
+    return placed
 
 
-def _rows(config: EngineConfig, state: DecodeState, request: jax.Array):
+def _rows(
+    config: EngineConfig, state: DecodeState, request: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The slot of each row, whether it is more than padding, the position it writes, and the page table with its page."""
     slots, pages = request[:, 0], request[:, 1]
     active = slots < config.slots
@@ -430,7 +465,7 @@ def _count(model: ModelConfig, tokens: jax.Array) -> jax.Array:
     return jnp.zeros(model.vocab_size, jnp.int32).at[tokens].add(1, mode="drop")
 
 
-def _split(request: jax.Array, header: int, *sizes: int) -> list:
+def _split(request: jax.Array, header: int, *sizes: int) -> list[Any]:
     """The scalars of the header as one list, then each part of a packed request."""
     parts = jnp.split(request, np.cumsum([header, *sizes])[:-1].tolist())
     if request.shape[0] != header + sum(sizes):

@@ -13,7 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.kernels import choose_attention
-from engine.programs import Program
+from engine.programs import Executable, Program
+from engine.quantization import Array
 from engine.sampling import NO_TOKEN, pack, result_width
 from engine.segments import Segment
 from engine.sharding import check_split, describe, device_config, device_model, explain_split, make_mesh, replicated
@@ -80,9 +81,9 @@ class JaxEngine:
         self._per_row = describe(self.mesh, (1,), jnp.int32, ("rows",)).sharding
         abstract = (self.abstract_weights, self.abstract_state, self.abstract_prefix)
         self._programs, self._segments = make_table(model, config, self.mesh, self.attention, *abstract)
-        self._executables: Mapping[str, Callable] = {}
-        self._weights: Weights | None = None
-        self._state: DecodeState | None = None
+        self._executables: Mapping[str, Executable] = {}
+        self._weights: Weights  # from `set_weights` on
+        self._state: DecodeState  # from `allocate` on
         self._prefixes: collections.deque[PrefixBuffer] = collections.deque()
         self._prefix_lock = threading.Lock()
         # Programs that wait for one another on several devices must reach all of them in the same order.
@@ -102,17 +103,18 @@ class JaxEngine:
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
-    def install(self, executables: Mapping[str, Callable]) -> None:
+    def install(self, executables: Mapping[str, Executable]) -> None:
         """What the verbs will call, by program name: the jitted functions or compiled executables of every program."""
         if missing := self._programs.keys() - executables.keys():
             raise ValueError(f"no executable for the programs {sorted(missing)}")
         self._executables = dict(executables)
 
-    def empty_stacks(self) -> dict[str, Any]:
+    def empty_stacks(self) -> dict[str, Array]:
         """`engine.loader.Stacker`: zeros in the place of large weights of scanned layers, by field. After `install`."""
-        return self._call("load")
+        stacks: dict[str, Array] = self._call("load")
+        return stacks
 
-    def place_layer(self, field: str, stack: Any, part: Any, layer: int) -> Any:
+    def place_layer(self, field: str, stack: Array, part: Array, layer: int) -> Array:
         """`engine.loader.Stacker`: the stack, donated, with one layer's part in its place."""
         return self._call(f"load/{field}", stack, part, self._put(np.array(layer, np.int32)))
 
@@ -130,6 +132,7 @@ class JaxEngine:
         """Runs one program with dummy inputs on scratch rows and pages, and waits for it."""
         neutral = SamplingParams()
         prefix = self.acquire_prefix()
+        result: object  # arrays
         try:
             kind, size, part = [*name.split("/"), "", ""][:3]
             match kind:
@@ -166,15 +169,16 @@ class JaxEngine:
         finally:
             self.release_prefix(prefix)
 
-    def _touch_part(self, name: str, part: str, prefix: PrefixBuffer):
+    def _touch_part(self, name: str, part: str, prefix: PrefixBuffer) -> object:
         """Runs one program of a chain; the state and the prefix are left as they were, but for scratch."""
         kind, _, size = name.partition("/")
+        carried: DecodeState | Prefix
         if kind == "prefill":
             carried = prefix.arrays
             request = self._prefill_request(np.zeros(int(size), np.int32), 0, SamplingParams(), last=True)
         else:
             carried, (request, _) = self._state, self._generate_request((), int(size))
-        begin = (carried.with_pools((), ()), self._weights.replace(layers=()), request)
+        begin = (carried.with_pools((), ()), self._outer_weights(), request)
         x, rows = self._call(f"{name}/begin", *begin)
         if part == "begin":
             return x
@@ -185,7 +189,7 @@ class JaxEngine:
             segment = next(segment for segment in self._segments[name] if segment.part == part)
             pools, results = self._run_segment(name, segment, carried.pools, x, rows)
             carried = carried.with_pools(*segment.into_pools(carried.pools, pools))
-        if kind == "prefill":
+        if isinstance(carried, Prefix):
             prefix.arrays = carried
         else:
             self._state = carried
@@ -232,11 +236,20 @@ class JaxEngine:
         return Step(first, np.arange(int(last)), prompt if prompt_logprobs else None, len(tokens))
 
     def _first_token(self, prefix: PrefixBuffer, head: jax.Array, row: jax.Array) -> jax.Array:
-        outer = self._weights.replace(layers=())
-        return self._call("first_token", prefix.arrays.with_pools((), ()), outer, head, row)
+        packed: jax.Array = self._call("first_token", prefix.arrays.with_pools((), ()), self._outer_weights(), head, row)
+        return packed
 
     def _prefill_request(
-        self, tokens, start, sampling, last, next_token=-1, prompt_logprobs=False, mask=None, generated=None, prompt_length=None
+        self,
+        tokens: np.ndarray,
+        start: int,
+        sampling: SamplingParams,
+        last: bool,
+        next_token: int = -1,
+        prompt_logprobs: bool = False,
+        mask: np.ndarray | None = None,
+        generated: np.ndarray | None = None,
+        prompt_length: int | None = None,
     ) -> jax.Array:
         count = len(tokens)
         words = self._all_allowed if mask is None else mask.view(np.int32)
@@ -311,15 +324,19 @@ class JaxEngine:
 
     # --- helpers -------------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, *arguments):
+    def _outer_weights(self) -> Weights:
+        """The weights beside the layers."""
+        return dataclasses.replace(self._weights, layers=())
+
+    def _call(self, name: str, *arguments: object) -> Any:
         with self._order:
             return self._executables[name](*arguments)
 
-    def _chain(self, name: str, carried: DecodeState | Prefix, request: jax.Array):
+    def _chain(self, name: str, carried: DecodeState | Prefix, request: jax.Array) -> Any:
         """`functions.prefill` or `generate`, in one program or in segments."""
         if name not in self._segments:
             return self._call(name, carried, self._weights, request)
-        begin = (carried.with_pools((), ()), self._weights.replace(layers=()), request)
+        begin = (carried.with_pools((), ()), self._outer_weights(), request)
         x, rows = self._call(f"{name}/begin", *begin)
         pools = carried.pools
         for segment in self._segments[name]:
@@ -328,12 +345,13 @@ class JaxEngine:
         rest, *outputs = self._call(f"{name}/end", *begin, x)
         return rest.with_pools(*pools), *outputs
 
-    def _run_segment(self, name: str, segment: Segment, pools: Pools, x: jax.Array, rows: functions.Rows):
+    def _run_segment(self, name: str, segment: Segment, pools: Pools, x: jax.Array, rows: functions.Rows) -> Any:
         layers = self._weights.layers[segment.layers]
         return self._call(f"{name}/{segment.part}", segment.of_pools(pools), layers, x, rows)
 
     def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self._replicated)
+        placed: jax.Array = jax.device_put(array, self._replicated)
+        return placed
 
     def _pack(self, header: Sequence[int], *parts: np.ndarray) -> jax.Array:
         return self._put(np.concatenate([np.array(header, np.int32), *parts]))

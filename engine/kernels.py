@@ -23,6 +23,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from engine import native
 from engine.attention import Scoring, attend_pages, attend_prefix, attend_rows
 from engine.config import ConfigError, EngineConfig, ModelConfig
+from engine.quantization import Quantized
 
 PAGES_BLOCK = 512  # tokens of one row that a decode kernel reads at once, at most
 QUERY_BLOCK, KEY_BLOCK = 256, 512  # of the prefill kernel, at most
@@ -38,13 +40,15 @@ TABLE_LIMIT = 2**19  # bytes of page indices: they are in a TPU's scalar memory,
 LIST_LIMIT = 2**31  # elements of a pool that the GPU kernel can address
 
 Window = jax.Array | int | None
+Pool = jax.Array | Quantized
+Kernel = Callable[..., jax.Array]  # `_tpu_pages`, `_gpu_pages` or `_tpu_prefix`
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Who attends: a kernel, or none for a ``reason``."""
 
-    kernel: Callable | None = None
+    kernel: Kernel | None = None
     name: str = "XLA"
     reason: str = ""  # why none, where kernels were asked for
 
@@ -74,20 +78,45 @@ class Attention:
         """The pool with its dimensions in memory as they are written."""
         return with_layout_constraint(pool, Layout(major_to_minor=tuple(range(pool.ndim)))) if self.pins else pool
 
-    def pages(self, q, k_pages, v_pages, layer, page_table, lengths, *, scoring: Scoring, window: Window, sinks):
+    def pages(
+        self,
+        q: jax.Array,
+        k_pages: Pool,
+        v_pages: Pool,
+        layer: jax.Array | int,
+        page_table: jax.Array,
+        lengths: jax.Array,
+        *,
+        scoring: Scoring,
+        window: Window,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
         """`engine.attention.attend_pages`."""
         if not self.listed:
-            options = {"scoring": scoring, "window": window, "sinks": sinks}
-            return attend_pages(q, k_pages, v_pages, layer, page_table, lengths, **options)
+            return attend_pages(
+                q, k_pages, v_pages, layer, page_table, lengths, scoring=scoring, window=window, sinks=sinks
+            )
         return _attend_listed(self.decode.kernel, scoring, q, k_pages, v_pages, layer, page_table, lengths, window, sinks)
 
-    def prefix(self, q, keys, values, layer, positions, length, *, scoring: Scoring, window: Window, sinks):
+    def prefix(
+        self,
+        q: jax.Array,
+        keys: Pool,
+        values: Pool,
+        layer: jax.Array | int,
+        positions: jax.Array,
+        length: jax.Array,
+        *,
+        scoring: Scoring,
+        window: Window,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
         """`engine.attention.attend_prefix`."""
-        options = {"scoring": scoring, "window": window, "sinks": sinks}
         if self.native:
-            return native.prefill((keys, values), layer, q, positions[0], length, **options)
+            pools = keys, values
+            return native.prefill(pools, layer, q, positions[0], length, scoring=scoring, window=window, sinks=sinks)
         if self.prefill.kernel is None:
-            return attend_prefix(q, keys, values, layer, positions, length, **options)
+            return attend_prefix(q, keys, values, layer, positions, length, scoring=scoring, window=window, sinks=sinks)
         return self.prefill.kernel(scoring, window, q, keys, values, layer, positions, sinks)
 
 
@@ -163,12 +192,12 @@ def _power_of_two(number: int) -> bool:
 
 
 def _attend_listed(
-    kernel: Callable | None,
+    kernel: Kernel | None,
     scoring: Scoring,
     q: jax.Array,  # [b, k, g, head_dim]
-    k_pages: jax.Array,  # [n, k, pages, page_size, head_dim]
-    v_pages: jax.Array,
-    layer: jax.Array,
+    k_pages: Pool,  # [n, k, pages, page_size, head_dim]
+    v_pages: Pool,
+    layer: jax.Array | int,
     page_table: jax.Array,  # int32 [b, width]
     lengths: jax.Array,  # int32 [b]
     window: Window,
@@ -185,16 +214,18 @@ def _attend_listed(
     else:
         if sinks is not None:
             sinks = jnp.tile(sinks, (q.shape[0], 1))[:, None]  # [b * k, 1, g]
-        options = {"scoring": scoring, "window": window, "sinks": sinks}
-        out = attend_rows(rows[:, None], k_list[None, None], v_list[None, None], 0, table, lengths, **options)
+        lists = k_list[None, None], v_list[None, None]
+        out = attend_rows(rows[:, None], *lists, 0, table, lengths, scoring=scoring, window=window, sinks=sinks)
     return out.reshape(q.shape)
 
 
-def _tpu_pages(scoring, rows, k_list, v_list, table, lengths):
+def _tpu_pages(
+    scoring: Scoring, rows: jax.Array, k_list: jax.Array, v_list: jax.Array, table: jax.Array, lengths: jax.Array
+) -> jax.Array:
     """rows [r, g, head_dim], lists [pages, page_size, head_dim], table int32 [r, width], lengths int32 [r] -> as rows."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-    out = paged_attention(
+    out: jax.Array = paged_attention(
         rows.astype(jnp.float32) * _scale(scoring, rows),  # the kernel does not scale, and computes in float32
         k_list[None],
         v_list[None],
@@ -206,7 +237,9 @@ def _tpu_pages(scoring, rows, k_list, v_list, table, lengths):
     return out.astype(rows.dtype)
 
 
-def _gpu_pages(scoring, rows, k_list, v_list, table, lengths):
+def _gpu_pages(
+    scoring: Scoring, rows: jax.Array, k_list: jax.Array, v_list: jax.Array, table: jax.Array, lengths: jax.Array
+) -> jax.Array:
     """As `_tpu_pages`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # since JAX 0.12
@@ -224,7 +257,8 @@ def _gpu_pages(scoring, rows, k_list, v_list, table, lengths):
         pages_per_compute_block=math.gcd(width // splits, 8),
         attn_logits_soft_cap=scoring.softcap,
     )
-    return jnp.where(lengths[:, None, None] > 0, out, 0)
+    attended: jax.Array = jnp.where(lengths[:, None, None] > 0, out, 0)
+    return attended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +304,7 @@ def _tpu_prefix(
             mask_next=None,
             block_mask=visited.astype(jnp.int32)[None],
             partial_mask_blocks=None,
-            q_sequence=positions,
+            q_sequence=positions,  # type: ignore[arg-type]  # it takes arrays of the device too
         ),
         None,
         None,
@@ -286,7 +320,8 @@ def _tpu_prefix(
     scaled = (q.astype(jnp.float32) * _scale(scoring, q)).astype(q.dtype)
     of_layer = [jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False) for buffer in (keys, values)]
     rows = scaled.transpose(1, 2, 0, 3).reshape(heads * group, tokens, head_dim)
-    out = kernel(rows, *of_layer, sinks=None if sinks is None else sinks.reshape(-1).astype(jnp.float32))
+    of_heads = None if sinks is None else sinks.reshape(-1).astype(jnp.float32)
+    out = cast(jax.Array, kernel(rows, *of_layer, sinks=of_heads))  # without residuals, as told above
     return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3)
 
 

@@ -17,6 +17,7 @@ FEW_ROWS = 32  # up to so many rows, XLA on CPU takes the weight as left operand
 
 def linear(weight: jax.Array | Quantized, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [rows, in] times weight [out, in]: [rows, out]."""
+    y: jax.Array
     if native.takes(weight, x.shape[0]):
         y = jax.lax.platform_dependent(weight, x, cpu=native.linear, default=_on_xla)
     else:
@@ -26,9 +27,11 @@ def linear(weight: jax.Array | Quantized, x: jax.Array, bias: jax.Array | None =
 
 def _on_xla(weight: jax.Array | Quantized, x: jax.Array) -> jax.Array:
     if isinstance(weight, Quantized):
-        return (_on_xla(weight.values.astype(x.dtype), x).astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+        scaled: jax.Array = _on_xla(weight.values.astype(x.dtype), x).astype(jnp.float32) * weight.scale[None]
+        return scaled.astype(x.dtype)
     if 1 < x.shape[0] <= FEW_ROWS:
-        return jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
+        y: jax.Array = jax.lax.platform_dependent(weight, x, cpu=_few_rows_on_cpu, default=_product)
+        return y
     return _product(weight, x)
 
 
@@ -39,7 +42,7 @@ def _product(weight: jax.Array, x: jax.Array) -> jax.Array:
 def _few_rows_on_cpu(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The weight stays the left operand. XLA would swap the two, and its CPU library then transposes the whole weight at every
     call; the barriers keep it from seeing that it could (docs/decisions.md has the figures)."""
-    barrier = jax.lax.optimization_barrier
+    barrier: Callable[[jax.Array], jax.Array] = jax.lax.optimization_barrier
     return barrier(jax.lax.dot_general(weight, barrier(x.T), (((1,), (0,)), ((), ())))).T
 
 

@@ -20,7 +20,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from engine.config import ModelConfig
 from engine.families import get_family
 from engine.fills import Fill, Part, Reader, Where, weight_fills
 from engine.peft import Adapter
-from engine.quantization import Quantized
+from engine.quantization import Array, Quantized
 from engine.weights import Weights, one_layer, stacked_fields
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ class ArrayCache(Protocol):
 class Stacker(Protocol):
     """Puts arrays of several layers together on the devices; `engine.jax_engine.JaxEngine`."""
 
-    def empty_stacks(self) -> dict[str, Any]:
+    def empty_stacks(self) -> dict[str, Array]:
         """The arrays, or `Quantized`, by the name of their field: `engine.weights.stacked_fields`."""
 
-    def place_layer(self, field: str, stack: Any, part: Any, layer: int) -> Any:
+    def place_layer(self, field: str, stack: Array, part: Array, layer: int) -> Array:
         """The stack, donated, with one layer's part in its place."""
 
 
@@ -100,7 +100,7 @@ def load_weights(
     with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "load-weights") as threads:
         futures = [
             threads.submit(load, index, node, fill)
-            for index, node, fill in zip(first, nodes, structure.flatten_up_to(fills), strict=True)
+            for index, node, fill in zip(first, nodes, jax.tree.leaves(fills), strict=True)
         ]
         concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in futures:
@@ -109,7 +109,8 @@ def load_weights(
     if cache is not None:
         cache.commit(sum(counts))
     logger.debug("weights: read %d bytes, at most %d in flight", reader.copied, flight.most)
-    return structure.unflatten(arrays)
+    weights: Weights = jax.tree.unflatten(structure, arrays)
+    return weights
 
 
 Node = jax.ShapeDtypeStruct | Quantized  # an abstract array
@@ -145,13 +146,13 @@ class _Stacks:
     def __init__(self, fields: Mapping[str, Node], stacker: Callable[[], Stacker]):
         self._fields = {id(node): field for field, node in fields.items()}
         self._stacker, self._lock = stacker, threading.Lock()
-        self._empty: dict[str, Any] | None = None
+        self._empty: dict[str, Array] | None = None
 
     def field_of(self, node: Node) -> str | None:
         """The field of an array of the abstract weights; `None` if it is not put together here."""
         return self._fields.get(id(node))
 
-    def take(self, field: str) -> tuple[Stacker, Any]:
+    def take(self, field: str) -> tuple[Stacker, Array]:
         """The stacker, and one of its empty arrays."""
         stacker = self._stacker()
         with self._lock:
@@ -177,13 +178,15 @@ def _place(node: Node, fill: Fill, flight: _Flight) -> jax.Array | Quantized:
     shapes = [tuple(part.stop - part.start for part in where) for where, _ in parts]
     with flight.of(sum(math.prod(shape[: leaf.ndim]) * leaf.dtype.itemsize for shape in shapes for leaf in leaves)):
         made = [[_aligned(shape[: leaf.ndim], leaf.dtype) for leaf in leaves] for shape in shapes]
-        fill([(where, inner.unflatten(arrays)) for (where, _), arrays in zip(parts, made, strict=True)])
+        fill([(where, jax.tree.unflatten(inner, arrays)) for (where, _), arrays in zip(parts, made, strict=True)])
         placed = [_assemble(leaf, parts, [arrays[i] for arrays in made]) for i, leaf in enumerate(leaves)]
-        return inner.unflatten(jax.block_until_ready(placed))
+        whole: jax.Array | Quantized = jax.tree.unflatten(inner, jax.block_until_ready(placed))
+        return whole
 
 
 def _place_by_layer(field: str, node: Node, fill: Fill, stacks: _Stacks, flight: _Flight) -> jax.Array | Quantized:
     """An array of several layers, put together on the devices."""
+    stack: jax.Array | Quantized
     stacker, stack = stacks.take(field)
     of_layer = one_layer(node)
     for layer in range(node.shape[0]):
@@ -198,10 +201,11 @@ def _place_by_layer(field: str, node: Node, fill: Fill, stacks: _Stacks, flight:
 def _place_cached(node: Node, fill: Fill, cache: ArrayCache, index: int) -> jax.Array | Quantized:
     """As `_place`, by way of whole arrays, which the cache keeps."""
     leaves, inner = jax.tree.flatten(node)
-    kept = [cache.get(index + i) for i in range(len(leaves))]
-    if any(array is None for array in kept):
+    found = [cache.get(index + i) for i in range(len(leaves))]
+    kept = [array for array in found if array is not None]
+    if len(kept) < len(leaves):
         kept = [_aligned(leaf.shape, leaf.dtype) for leaf in leaves]
-        fill([(tuple(slice(0, extent) for extent in leaves[0].shape), inner.unflatten(kept))])
+        fill([(tuple(slice(0, extent) for extent in leaves[0].shape), jax.tree.unflatten(inner, kept))])
         for i, array in enumerate(kept):
             cache.put(index + i, array)
     parts = _local_parts(node)
@@ -209,17 +213,20 @@ def _place_cached(node: Node, fill: Fill, cache: ArrayCache, index: int) -> jax.
         _assemble(leaf, parts, [np.ascontiguousarray(array[where[: leaf.ndim]]) for where, _ in parts])
         for leaf, array in zip(leaves, kept, strict=True)
     ]
-    return inner.unflatten(placed)
+    whole: jax.Array | Quantized = jax.tree.unflatten(inner, placed)
+    return whole
 
 
 def _assemble(leaf: jax.ShapeDtypeStruct, parts: Parts, arrays: Sequence[np.ndarray]) -> jax.Array:
     """One array of the devices from the host's parts."""
     if leaf.sharding.num_devices == 1:
-        return jax.device_put(arrays[0], leaf.sharding)
+        only: jax.Array = jax.device_put(arrays[0], leaf.sharding)
+        return only
     placed = [
         jax.device_put(array, device) for (_, devices), array in zip(parts, arrays, strict=True) for device in devices
     ]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+    whole: jax.Array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+    return whole
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -375,7 +375,8 @@ class MockEngine:
         probabilities = np.full(self.model.vocab_size, UNLISTED)
         for token, probability in self.rule(context).items():
             probabilities[token] = max(probability, UNLISTED)
-        return np.log(probabilities / probabilities.sum())
+        logprobs: np.ndarray = np.log(probabilities / probabilities.sum())
+        return logprobs
 
     def _choose(
         self,

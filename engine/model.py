@@ -12,7 +12,9 @@ between kinds is looked up in small arrays by the layer's number.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -24,12 +26,15 @@ from engine.attention import Scoring
 from engine.config import ModelConfig
 from engine.layers import gated, linear, rms_norm
 from engine.moe import mixture
+from engine.quantization import Array, Quantized
 from engine.rope import rotary_dim, rotate, rotation
 from engine.sharding import TENSOR, Ways
 from engine.weights import LayerWeights, Weights
 
-Pools = tuple[jax.Array, jax.Array]  # keys and values of one layer group, leading dimension n
+Pool = jax.Array | Quantized
+Pools = tuple[Pool, Pool]  # keys and values of one layer group, leading dimension n
 CosSin = tuple[jax.Array, jax.Array]
+KindAsData = Callable[[jax.Array], tuple[CosSin | None, jax.Array | int | None]]
 
 _EVERYTHING = 2**30  # tokens: the window of layers without one, beside layers with one
 
@@ -83,38 +88,45 @@ def run_layers(
     layers: tuple[LayerWeights, ...],  # their weights, one group after the other
     x: jax.Array,  # [rows, hidden]
     rotations: tuple[CosSin | None, ...],  # of each kind
-    keys: tuple[jax.Array, ...],  # one array per group
-    values: tuple[jax.Array, ...],
+    keys: tuple[Pool, ...],  # one array per group
+    values: tuple[Pool, ...],
     cache: Cache,
     adapters: jax.Array | None,  # int32 [rows], or [1] where all rows have the same: `engine.adapters`
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Pool, ...], tuple[Pool, ...]]:
     """Consecutive layers: the hidden states [rows, hidden] behind them, and the new keys and values."""
 
     # A function of its own is traced once for all unrolled layers of a kind; XLA inlines it, so the donation of the pools holds.
     @functools.partial(jax.jit, static_argnums=0)
-    def only_layer(kind, group, x, pools):
+    def only_layer(kind: int, group: LayerWeights, x: jax.Array, pools: Pools) -> tuple[jax.Array, Pools]:
         group, experts = _part_experts(model, group)
-        one = jax.tree.map(lambda leaf: leaf[0], group).replace(**experts)
+        one = dataclasses.replace(jax.tree.map(lambda leaf: leaf[0], group), **experts)
         return _layer(model, ways, one, x, rotations[kind], model.kinds[kind].window, pools, 0, cache, adapters)
 
-    def all_layers(pattern, group, x, pools):
+    def all_layers(
+        pattern: tuple[int, ...], group: LayerWeights, x: jax.Array, pools: Pools
+    ) -> tuple[jax.Array, Pools]:
         look_up = _kinds_as_data(model, pattern, rotations, x.shape[0])
         group, experts = _part_experts(model, group)
 
-        def step(carry, layer_and_weights):
-            layer, one = layer_and_weights
-            return _layer(model, ways, one.replace(**experts), carry[0], *look_up(layer), carry[1], layer, cache, adapters), None
+        def step(
+            carry: tuple[jax.Array, Pools], layer_and_weights: tuple[jax.Array, LayerWeights]
+        ) -> tuple[tuple[jax.Array, Pools], None]:
+            (x, pools), (layer, one) = carry, layer_and_weights
+            cos_sin, window = look_up(layer)
+            one = dataclasses.replace(one, **experts)
+            return _layer(model, ways, one, x, cos_sin, window, pools, layer, cache, adapters), None
 
-        return jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))[0]
+        done, _ = jax.lax.scan(step, (x, pools), (jnp.arange(len(pattern)), group))
+        return done
 
-    new_pools, first = [], 0
-    for group, *pools in zip(layers, keys, values, strict=True):
-        kinds = pattern[first : (first := first + pools[0].shape[0])]
+    new_keys, new_values, first = [], [], 0
+    for group, group_keys, group_values in zip(layers, keys, values, strict=True):
+        kinds = pattern[first : (first := first + group_keys.shape[0])]
         run = functools.partial(only_layer, kinds[0]) if len(kinds) == 1 else functools.partial(all_layers, kinds)
-        x, pools = run(group, x, tuple(pools))
-        new_pools.append(pools)
-    keys, values = zip(*new_pools, strict=True)
-    return x, keys, values
+        x, (group_keys, group_values) = run(group, x, (group_keys, group_values))
+        new_keys.append(group_keys)
+        new_values.append(group_values)
+    return x, tuple(new_keys), tuple(new_values)
 
 
 def logits(model: ModelConfig, ways: Ways, weights: Weights, x: jax.Array) -> jax.Array:
@@ -129,7 +141,7 @@ def logits(model: ModelConfig, ways: Ways, weights: Weights, x: jax.Array) -> ja
         return scores
 
 
-def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: tuple[CosSin | None, ...], rows: int):
+def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: tuple[CosSin | None, ...], rows: int) -> KindAsData:
     """A function from the layer's number within its group to its rotation and window; constants where all layers agree."""
     kinds = sorted(set(pattern))
     if len(kinds) == 1:
@@ -149,12 +161,12 @@ def _kinds_as_data(model: ModelConfig, pattern: tuple[int, ...], rotations: tupl
     return look_up
 
 
-def _part_experts(model: ModelConfig, group: LayerWeights) -> tuple[LayerWeights, dict[str, jax.Array | None]]:
+def _part_experts(model: ModelConfig, group: LayerWeights) -> tuple[LayerWeights, dict[str, Array | None]]:
     """The weights without those of experts, and these, which are not sliced by layer: `engine.moe.mixture` does so itself."""
     if model.moe is None:
         return group, {}
     experts = {name: getattr(group, name) for name in ("gate_up", "gate_up_bias", "down", "down_bias")}
-    return group.replace(**dict.fromkeys(experts)), experts
+    return dataclasses.replace(group, **dict.fromkeys(experts)), experts
 
 
 def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Array:
@@ -162,8 +174,9 @@ def _norm(model: ModelConfig, x: jax.Array, weight: jax.Array | None) -> jax.Arr
     return x if weight is None else rms_norm(x, weight, model.norm_eps, wide=model.wide_norms)
 
 
-def _norm_heads(model: ModelConfig, ways: Ways, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _norm_heads(model: ModelConfig, ways: Ways, x: jax.Array, weight: jax.Array | None) -> jax.Array:
     """The norm of queries or keys. Over all heads, it is over all devices; copies of KV heads do not change a mean."""
+    assert weight is not None
     across = ways if model.qk_norm == "projection" else Ways()
     mean = lambda mean: across.sum(mean, TENSOR) / across.tensor  # noqa: E731
     return rms_norm(x, weight, model.norm_eps, wide=model.wide_norms, mean=mean)
@@ -187,7 +200,7 @@ def _layer(
         bias = None if weights.qkv_bias is None else weights.qkv_bias.reshape(-1)
         qkv = linear(weights.qkv.reshape(-1, model.hidden_size), normed, bias)
         qkv = qkv.reshape(rows, model.num_kv_heads, model.queries_per_kv + 2, model.head_dim)
-        if low_rank is not None and low_rank.qkv is not None:
+        if low_rank is not None and adapters is not None and low_rank.qkv is not None:
             qkv += change(low_rank.qkv, adapters, normed).swapaxes(1, 2)
         queries_and_key = qkv[:, :, :-1]
         if model.qk_norm != "none":
@@ -204,7 +217,7 @@ def _layer(
         pools, attended = cache.attend(pools, layer, q, k, v, scoring, window, weights.sinks)
         attended = attended.reshape(rows, -1)
         out = linear(weights.o, attended)
-        if low_rank is not None and low_rank.o is not None:
+        if low_rank is not None and adapters is not None and low_rank.o is not None:
             out += change(low_rank.o, adapters, attended)[:, 0]
         out = _add_bias(ways.sum(out, TENSOR), weights.o_bias)
         x = _add(model, x, _norm(model, out, weights.attention_post_norm))
@@ -222,12 +235,12 @@ def _mlp(model: ModelConfig, ways: Ways, weights: LayerWeights, x: jax.Array, ad
     low_rank = weights.adapters
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias.reshape(-1)
     gate_up = linear(weights.gate_up.reshape(-1, model.hidden_size), x, bias)
-    if low_rank is not None and low_rank.gate_up is not None:
+    if low_rank is not None and adapters is not None and low_rank.gate_up is not None:
         gate_up += change(low_rank.gate_up, adapters, x).reshape(gate_up.shape)
     gate, up = jnp.split(gate_up, 2, axis=-1)
     inner = gated(model.activation, gate, up)
     out = linear(weights.down, inner)
-    if low_rank is not None and low_rank.down is not None:
+    if low_rank is not None and adapters is not None and low_rank.down is not None:
         out += change(low_rank.down, adapters, inner)[:, 0]
     return _add_bias(ways.sum(out, TENSOR), weights.down_bias)
 

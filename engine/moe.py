@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from engine.config import ModelConfig
 from engine.layers import gated, linear
+from engine.quantization import Array
 from engine.sharding import EXPERT, TENSOR, Ways
 from engine.weights import LayerWeights
 
@@ -29,6 +30,7 @@ def mixture(model: ModelConfig, ways: Ways, weights: LayerWeights, layer: jax.Ar
     The experts' matrices are those of a whole group of layers, of which this is number ``layer``: a slice of one
     layer's would copy all its experts."""
     moe = model.moe
+    assert moe is not None and weights.router is not None
     here = moe.experts // ways.expert  # experts of this device
     with jax.named_scope("route"):
         x = ways.join(x, EXPERT, 0)
@@ -59,6 +61,7 @@ def _experts(
 
     An expert's last block may reach into the rows of the next, which overwrites them with its own.
     """
+    assert model.moe is not None
     rows, hidden = tokens.shape
     experts = sizes.shape[0]
     block = min(MAX_BLOCK, 1 << max(0, (rows // model.moe.experts - 1).bit_length()))
@@ -71,16 +74,17 @@ def _experts(
     padded = jnp.concatenate([tokens, jnp.zeros((block - 1, hidden), tokens.dtype)])
 
     def visit(i: jax.Array, out: jax.Array) -> jax.Array:
-        def one(leaf: jax.Array | None) -> jax.Array | None:
-            return None if leaf is None else leaf[layer, expert[i]]
+        def one(leaf: Array) -> Array:
+            return leaf[layer, expert[i]]
 
         part = jax.lax.dynamic_slice_in_dim(padded, first_row[i], block)
-        bias = one(weights.gate_up_bias)
-        gate_up = linear(one(weights.gate_up).reshape(-1, hidden), part, None if bias is None else bias.reshape(-1))
+        bias = None if weights.gate_up_bias is None else one(weights.gate_up_bias).reshape(-1)
+        gate_up = linear(one(weights.gate_up).reshape(-1, hidden), part, bias)
         gate, up = jnp.split(gate_up, 2, axis=-1)
         part = linear(one(weights.down), gated(model.activation, gate, up))
         if weights.down_bias is not None:
             part += ways.only(one(weights.down_bias), TENSOR)[None]  # sums over devices count it once
         return jax.lax.dynamic_update_slice_in_dim(out, part, first_row[i], axis=0)
 
-    return jax.lax.fori_loop(0, ends[-1], visit, jnp.zeros_like(padded))[:rows]
+    out: jax.Array = jax.lax.fori_loop(0, ends[-1], visit, jnp.zeros_like(padded))
+    return out[:rows]

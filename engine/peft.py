@@ -141,7 +141,7 @@ def adapter_layout(adapters: Sequence[Adapter]) -> AdapterLayout | None:
     if not adapters:
         return None
     rank = max(adapter.rank for adapter in adapters)
-    maps = set().union(*(adapter.maps for adapter in adapters))
+    maps = {name for adapter in adapters for name in adapter.maps}
     padded = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
     return AdapterLayout(len(adapters), padded, tuple(name for name in ADAPTER_MAPS if name in maps))
 
@@ -317,7 +317,7 @@ class _Config:
         return str(self.values.get("base_model_name_or_path") or "")
 
     def rank(self, module: str) -> int:
-        return self._of("rank_pattern", module, self.values["r"])
+        return int(self._of("rank_pattern", module, self.values["r"]))
 
     def scale(self, module: str) -> float:
         rank, alpha = self.rank(module), self._of("alpha_pattern", module, self.values["lora_alpha"])
@@ -327,7 +327,7 @@ class _Config:
         """The entry of a pattern that fits a module: PEFT matches the end of its name, the first entry first."""
         for pattern, value in (self.values.get(name) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
+                return float(value)
         return default
 
     def _number(self, name: str, value: object, *, integer: bool = False) -> None:

@@ -27,11 +27,12 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        shape: tuple[int, ...] = self.values.shape
+        return shape
 
     @property
     def ndim(self) -> int:
-        return self.values.ndim
+        return len(self.shape)
 
     def reshape(self, *shape: int) -> Quantized:
         """The same rows in another order of dimensions; the last one stays."""
@@ -54,4 +55,5 @@ def dequantize(x: Quantized | jax.Array, dtype: Any) -> jax.Array:
     """The array itself; what is not quantized stays as it is."""
     if not isinstance(x, Quantized):
         return x
-    return (x.values.astype(jnp.float32) * x.scale[..., None]).astype(dtype)
+    values: jax.Array = x.values.astype(jnp.float32) * x.scale[..., None]
+    return values.astype(dtype)

@@ -56,7 +56,8 @@ def _yarn_keep(rope: RopeConfig, dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
-    return 1 - np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    moved: np.ndarray = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    return 1 - moved
 
 
 def rotation(rope: RopeConfig, head_dim: int, positions: jax.Array, context: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -137,19 +137,22 @@ def choose(logits: jax.Array, rows: SamplingRows, context: SamplingContext) -> j
         penalized = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
         logits = _when(jnp.any(penalized), lambda x: _penalize(x, rows, context), logits)
         drawn = rows.temperature > 0
-        return jax.lax.cond(
+        chosen: jax.Array = jax.lax.cond(
             jnp.any(drawn),
             lambda: jnp.where(drawn, _draw(logits, rows, context.position), _argmax(logits)),
             lambda: _argmax(logits),
         )
+        return chosen
 
 
-def _when(condition: jax.Array, apply, logits: jax.Array) -> jax.Array:
-    return jax.lax.cond(condition, apply, lambda x: x, logits)
+def _when(condition: jax.Array, apply: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
+    changed: jax.Array = jax.lax.cond(condition, apply, lambda x: x, logits)
+    return changed
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_at_once)
+    largest: jax.Array = jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_at_once)
+    return largest
 
 
 def _argmax_at_once(logits: jax.Array) -> jax.Array:
@@ -225,7 +228,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Arr
     # min-p compares with the most probable token, whose logit is 0 here. log(0) = -inf keeps everything.
     logits = jnp.where(logits >= jnp.log(rows.min_p)[:, None], logits, NEVER)
 
-    def noise(seed_low, seed_high, sample, position):
+    def noise(seed_low: jax.Array, seed_high: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(jnp.stack([seed_high, seed_low]), jnp.uint32)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
@@ -291,14 +294,15 @@ def _first_of(marked: jax.Array, wanted: jax.Array) -> jax.Array:
     """The first ``wanted`` [rows] of what is marked, bool [rows, vocab]: by bisection for the id that they end before."""
     ids = jnp.arange(marked.shape[1], dtype=jnp.int32)[None]
 
-    def halve(_, bounds):
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low + high) >> 1
         enough = _count(marked & (ids < middle[:, None])) >= wanted
         return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
     bounds = jnp.zeros_like(wanted), jnp.full_like(wanted, marked.shape[1])  # too few, enough
-    return marked & (ids < jax.lax.fori_loop(0, marked.shape[1].bit_length(), halve, bounds)[1][:, None])
+    end: jax.Array = jax.lax.fori_loop(0, marked.shape[1].bit_length(), halve, bounds)[1]
+    return marked & (ids < end[:, None])
 
 
 def _count(marked: jax.Array) -> jax.Array:
@@ -312,7 +316,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _largest_threshold(order: jax.Array, enough) -> jax.Array:
+def _largest_threshold(order: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The largest int32 threshold per row for which ``enough(order >= threshold)`` holds, by bisection.
 
     ``order`` are the ordered bits of logits [rows, vocab] whose largest is 0: less than 2^31 values from that of -infinity on.
@@ -321,10 +325,11 @@ def _largest_threshold(order: jax.Array, enough) -> jax.Array:
     low = jnp.full(order.shape[0], LEAST, jnp.int32)  # enough
     high = jnp.max(order, axis=-1) + 1  # keeps nothing: not enough
 
-    def halve(_, bounds):
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # no overflow
         fits = enough(order >= middle[:, None])
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
 
-    return jax.lax.fori_loop(0, 31, halve, (low, high))[0]
+    threshold: jax.Array = jax.lax.fori_loop(0, 31, halve, (low, high))[0]
+    return threshold

@@ -27,15 +27,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
-
+from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from engine.config import ConfigError, EngineConfig, ModelConfig
+from engine.programs import Executable
 
 DATA, EXPERT, TENSOR = AXES = ("data", "expert", "tensor")
 GROUPS = (DATA, EXPERT)
@@ -82,13 +81,14 @@ def replicated(mesh: Mesh, shape: Sequence[int], dtype: str | np.dtype) -> jax.S
     return describe(mesh, shape, dtype, [None] * len(shape))
 
 
-def split(function: Callable[..., Any], mesh: Mesh, arguments: Any, outputs: Any) -> Callable[..., Any]:
+def split(function: Executable, mesh: Mesh, arguments: object, outputs: object) -> Executable:
     """A function over whole arrays from one over the parts of a device. ``arguments`` and ``outputs`` are abstract."""
     if mesh.size == 1:
         return function
     specs = functools.partial(jax.tree.map, lambda leaf: leaf.sharding.spec)
     # What a device computes from whole arrays is the same on all; JAX cannot know that of a gathered one.
-    return jax.shard_map(function, mesh=mesh, in_specs=specs(arguments), out_specs=specs(outputs), check_vma=False)
+    per_device: Executable = jax.shard_map(function, mesh=mesh, in_specs=specs(arguments), out_specs=specs(outputs), check_vma=False)
+    return per_device
 
 
 @dataclasses.dataclass(frozen=True)

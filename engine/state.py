@@ -5,6 +5,7 @@ A program that takes one of them replaces it: the caller keeps what comes back a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,11 @@ from flax import struct
 from jax.sharding import Mesh
 
 from engine.config import EngineConfig, ModelConfig
-from engine.quantization import Quantized
+from engine.quantization import Array, Quantized
 from engine.sampling import sampling_width
 from engine.sharding import describe, replicated, stored_model
 from engine.weights import layer_groups
 
-Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
 Pools = tuple[tuple[Array, ...], tuple[Array, ...]]  # keys and values, one array per layer group
 
 
@@ -52,7 +52,7 @@ class DecodeState:
 
     def with_pools(self, keys: tuple[Array, ...], values: tuple[Array, ...]) -> DecodeState:
         """The same, with these keys and values; with none, what is left beside them."""
-        return self.replace(k_pages=keys, v_pages=values)
+        return dataclasses.replace(self, k_pages=keys, v_pages=values)
 
 
 @struct.dataclass
@@ -70,7 +70,7 @@ class Prefix:
 
     def with_pools(self, keys: tuple[Array, ...], values: tuple[Array, ...]) -> Prefix:
         """The same, with these keys and values; with none, what is left beside them."""
-        return self.replace(k=keys, v=values)
+        return dataclasses.replace(self, k=keys, v=values)
 
 
 def mask_words(vocab_size: int) -> int:

@@ -5,18 +5,21 @@ Everything here is abstract: nothing is traced, compiled or allocated.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from engine import functions
 from engine.api import SamplingParams
 from engine.config import EngineConfig, ModelConfig, RopeConfig
 from engine.kernels import Attention
-from engine.programs import Program, tree_bytes
+from engine.programs import Executable, Jitted, Program, tree_bytes
 from engine.rope import rotary_dim
 from engine.sampling import pack, result_width, sampling_width
 from engine.segments import Segment, segments
@@ -40,35 +43,54 @@ def make_table(
     return table, split_chains
 
 
-def _table(model, config, mesh, attention, weights, state, prefix, split_chains) -> Iterator[Program]:
+def _table(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh,
+    attention: Attention,
+    weights: Weights,
+    state: DecodeState,
+    prefix: Prefix,
+    split_chains: dict[str, tuple[Segment, ...]],
+) -> Iterator[Program]:
     def host(*shape: int) -> jax.ShapeDtypeStruct:
-        return replicated(mesh, shape, jnp.int32)
+        return replicated(mesh, shape, "int32")
 
-    def per_row(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+    def per_row(*shape: int, dtype: str | np.dtype = np.dtype("int32")) -> jax.ShapeDtypeStruct:
         return describe(mesh, shape, dtype, ("rows", *[None] * (len(shape) - 1)))
 
-    def program(name, function, arguments, outputs, *, donates=None, takes_state=False, loads=False) -> Program:
+    def program(
+        name: str,
+        function: Executable,
+        arguments: tuple[object, ...],
+        outputs: object,
+        *,
+        donates: int | None = None,
+        takes_state: bool = False,
+        loads: bool = False,
+    ) -> Program:
         jitted = jax.jit(
             split(function, mesh, arguments, outputs) if arguments else function,
             donate_argnums=() if donates is None else donates,
             in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, outputs),
         )
-        return Program(name, jitted, arguments, donates, takes_state, loads)
+        # What JAX calls its type has no clear_cache.
+        return Program(name, cast(Jitted, jitted), arguments, donates, takes_state, loads)
 
-    def named(name: str, function, *bound):
+    def named(name: str, function: Executable, *bound: object) -> Executable:
         # jit names the program after the function: profiles and logs then read like the table.
         partial = functools.partial(function, *bound)
-        partial.__name__ = name
+        partial.__name__ = name  # type: ignore[attr-defined]  # any attribute may be set
         return partial
 
-    def zeros(name: str, abstract):  # of whole arrays: XLA makes each device's part
+    def zeros(name: str, abstract: object) -> Executable:  # of whole arrays: XLA makes each device's part
         return named(name, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract))
 
     def init_state() -> DecodeState:
-        empty = zeros("init_state", state)()
+        empty: DecodeState = zeros("init_state", state)()
         neutral = jnp.broadcast_to(pack(SamplingParams()), state.sampling.shape)
-        return empty.replace(sampling=neutral)
+        return dataclasses.replace(empty, sampling=neutral)
 
     # What the functions are for: one device's share.
     whole_config, over = config, ways(config)
@@ -84,14 +106,24 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
     yield program("init_state", init_state, (), state)
     yield program("init_prefix", zeros("init_prefix", prefix), (), prefix)
 
-    def rotation(rope: RopeConfig | None, rows: int):
+    def rotation(rope: RopeConfig | None, rows: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct] | None:
         if rope is None:
             return None
-        angles = per_row(rows, rotary_dim(rope, model.head_dim) // 2, dtype=jnp.float32)
+        angles = per_row(rows, rotary_dim(rope, model.head_dim) // 2, dtype="float32")
         return angles, angles
 
     def chain(
-        name, rows, cache, adapters, bound, carried, request, outputs, end_outputs=None, **donated
+        name: str,
+        rows: int,
+        cache: functions.PrefixCache | functions.PagedCache,
+        adapters: jax.ShapeDtypeStruct | None,
+        bound: tuple[object, ...],
+        carried: DecodeState | Prefix,
+        request: jax.ShapeDtypeStruct,
+        outputs: tuple[object, ...],
+        end_outputs: tuple[object, ...] | None = None,
+        *,
+        takes_state: bool = False,
     ) -> Iterator[Program]:
         """The programs of `functions.prefill` or `generate`: one, or those of its segments.
 
@@ -104,10 +136,10 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
         )
         parts = segments(model, config, rows // over.groups, tree_bytes(weights.layers[0]))
         if not parts:
-            yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, **donated)
+            yield program(name, whole, (carried, weights, request), (carried, *outputs), donates=0, takes_state=takes_state)
             return
         split_chains[name] = parts
-        rest, outer = carried.with_pools((), ()), weights.replace(layers=())
+        rest, outer = carried.with_pools((), ()), dataclasses.replace(weights, layers=())
         x = per_row(rows, model.hidden_size, dtype=config.dtype)
         about = functions.Rows(tuple(rotation(layers.rope, rows) for layers in model.kinds), cache, adapters)
         yield program(f"{name}/begin", begin, (rest, outer, request), (x, about))
@@ -115,22 +147,22 @@ def _table(model, config, mesh, attention, weights, state, prefix, split_chains)
             run = named(f"{kind}_{size}_{segment.part}", functions.run_layers, model, over, attention, segment.pattern)
             pools = segment.of_pools(carried.pools)
             arguments = (pools, weights.layers[segment.layers], x, about)
-            yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, **donated)
+            yield program(f"{name}/{segment.part}", run, arguments, (pools, x), donates=0, takes_state=takes_state)
         outputs = (rest, *(end_outputs or outputs))
-        yield program(f"{name}/end", end, (rest, outer, request, x), outputs, donates=0, **donated)
+        yield program(f"{name}/end", end, (rest, outer, request, x), outputs, donates=0, takes_state=takes_state)
 
     head = host(functions.PREFILL_HEADER + sampling + mask + config.max_len)
     row = replicated(mesh, (1, model.hidden_size), config.dtype)
     for bucket in config.prefill_buckets:
-        cache = functions.PrefixCache(start=host(), positions=per_row(bucket), length=host())
+        prefix_cache = functions.PrefixCache(start=host(), positions=per_row(bucket), length=host())
         prompt = per_row(bucket, result_width())
         yield from chain(
-            f"prefill/{bucket}", bucket, cache, None if config.adapters is None else host(1), (bucket,), prefix, host(head.shape[0] + bucket),
+            f"prefill/{bucket}", bucket, prefix_cache, None if config.adapters is None else host(1), (bucket,), prefix, host(head.shape[0] + bucket),
             (first, prompt), (prompt, row, head),
         )  # fmt: skip
     if any(name.startswith("prefill") for name in split_chains):
         function = named("first_token", functions.first_token, model, over, config)
-        yield program("first_token", function, (prefix.with_pools((), ()), weights.replace(layers=()), head, row), first)
+        yield program("first_token", function, (prefix.with_pools((), ()), dataclasses.replace(weights, layers=()), head, row), first)
     request = host(functions.INSERT_HEADER + sampling + config.max_len + table)
     function = named("insert", functions.insert, model, over, config)
     yield program("insert", function, (state, prefix, first, request), state, donates=0, takes_state=True)

@@ -13,8 +13,6 @@ as fast as ``x @ w`` for the few rows of a decode step, and other backends do no
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,10 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from engine.adapters import Adapters, abstract_adapters
 from engine.config import EngineConfig, ModelConfig
 from engine.programs import tree_bytes
-from engine.quantization import Quantized
+from engine.quantization import Array, Quantized
 from engine.sharding import describe, stored_model
-
-Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
 
 
 @struct.dataclass
@@ -84,7 +80,8 @@ def one_layer(node: Array) -> Array:
         sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(of, node)
+    described: Array = jax.tree.map(of, node)
+    return described
 
 
 def layer_groups(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ def dequantize(raw: np.ndarray, kind: Type, shape: tuple[int, ...]) -> np.ndarra
     Raises `NotImplementedError` for types that neither this module nor the ``gguf`` package can dequantize.
     """
     if kind in PLAIN:
-        return raw.view(PLAIN[kind]).reshape(shape)
+        plain: np.dtype = PLAIN[kind]
+        return raw.view(plain).reshape(shape)
     if kind not in BLOCK_TYPES:
         dequantized: np.ndarray = quants.dequantize(raw, kind)
         return dequantized.reshape(shape)
