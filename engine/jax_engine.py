@@ -26,30 +26,14 @@ from engine.attention import PAGES_BLOCK
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.kernels import choose_attention
 from engine.programs import Executable, Program
+from engine.programs.kind import Kind
 from engine.quantization import Array
 from engine.sampling import NO_TOKEN, pack, result_width
 from engine.segments import Segment
 from engine.sharding import check_split, describe, device_config, device_model, explain_split, make_mesh, replicated
-from engine.state import DecodeState, Pools, Prefix, abstract_prefix, abstract_state, mask_words, table_width
-from engine.table import make_table
+from engine.state import DecodeState, Pools, Prefix, PrefixBuffer, Step, abstract_prefix, abstract_state, mask_words, table_width
+from engine.table import kind_of, make_table
 from engine.weights import Weights, abstract_weights
-
-
-@dataclasses.dataclass(eq=False)
-class PrefixBuffer:
-    """One prefix, by reference: its arrays are replaced at each call that changes them."""
-
-    arrays: Prefix
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """What a program chose, still on the device."""
-
-    results: jax.Array  # int32 [batch, result_width()]
-    rows: np.ndarray  # where the real rows are, in their order, among the padding
-    prompt: jax.Array | None = None  # int32 [bucket, result_width()]
-    prompt_rows: int = 0
 
 
 class JaxEngine:
@@ -111,12 +95,12 @@ class JaxEngine:
 
     def empty_stacks(self) -> dict[str, Array]:
         """`engine.loader.Stacker`: zeros in the place of large weights of scanned layers, by field. After `install`."""
-        stacks: dict[str, Array] = self._call("load")
+        stacks: dict[str, Array] = self.call("load")
         return stacks
 
     def place_layer(self, field: str, stack: Array, part: Array, layer: int) -> Array:
         """`engine.loader.Stacker`: the stack, donated, with one layer's part in its place."""
-        return self._call(f"load/{field}", stack, part, self._put(np.array(layer, np.int32)))
+        return self.call(f"load/{field}", stack, part, self.put(np.array(layer, np.int32)))
 
     def set_weights(self, weights: Weights) -> None:
         """The weights, on the devices, as `abstract_weights` describes them."""
@@ -124,66 +108,34 @@ class JaxEngine:
 
     def allocate(self) -> None:
         """Creates the decode state and the prefixes."""
-        self._state = self._call("init_state")
-        self._prefixes = collections.deque(PrefixBuffer(self._call("init_prefix")) for _ in range(self.config.prefixes))
+        self._state = self.call("init_state")
+        self._prefixes = collections.deque(PrefixBuffer(self.call("init_prefix")) for _ in range(self.config.prefixes))
         jax.block_until_ready((self._state, [prefix.arrays for prefix in self._prefixes]))
 
     def touch(self, name: str) -> None:
         """Runs one program with dummy inputs on scratch rows and pages, and waits for it."""
-        neutral = SamplingParams()
+        kind, size, part = kind_of(name)
         prefix = self.acquire_prefix()
-        result: object  # arrays
         try:
-            kind, size, part = [*name.split("/"), "", ""][:3]
-            match kind:
-                case "load":  # who loaded the weights ran them: a second stack would not fit beside the first
-                    result = self._weights.final_norm
-                case _ if part:
-                    result = self._touch_part(f"{kind}/{size}", part, prefix)
-                case "init_state":  # `allocate` ran it: a second state would not fit beside the first
-                    result = self._state
-                case "init_prefix":
-                    result = prefix.arrays = self._call("init_prefix")
-                case "prefill":
-                    result = self.prefill(prefix, np.zeros(int(size), np.int32), 0, neutral, last=True).results
-                case "first_token":
-                    head = self._prefill_request(np.zeros(1, np.int32), 0, neutral, last=True)
-                    row = np.zeros((1, self.model.hidden_size), self.config.dtype)
-                    bucket = self.config.prefill_bucket(1)
-                    result = self._first_token(prefix, self._put(np.asarray(head)[:-bucket]), self._put(row))
-                case "insert":
-                    first = Step(self._put(np.zeros((1, result_width()), np.int32)), np.arange(1))
-                    self.insert(prefix, first, self.config.slots, np.zeros(0, np.int32), 0, neutral)
-                    result = self._state
-                case "fetch":
-                    self.fetch(prefix, np.zeros(0, np.int32), np.zeros(0, np.int32), slot=0)
-                    result = prefix.arrays
-                case "set_mask":
-                    self.set_mask(self.config.slots, None)
-                    result = self._state
-                case "generate":
-                    result = self._generate((), int(size)).results
-                case _:
-                    raise ValueError(f"no way to run the program {name!r}")
+            if part and kind.request is not None:
+                result = self._touch_part(kind, size, part, prefix)
+            else:
+                result = kind.touch(self, size, prefix)
             jax.block_until_ready(result)
         finally:
             self.release_prefix(prefix)
 
-    def _touch_part(self, name: str, part: str, prefix: PrefixBuffer) -> object:
+    def _touch_part(self, kind: Kind, size: str, part: str, prefix: PrefixBuffer) -> object:
         """Runs one program of a chain; the state and the prefix are left as they were, but for scratch."""
-        kind, _, size = name.partition("/")
-        carried: DecodeState | Prefix
-        if kind == "prefill":
-            carried = prefix.arrays
-            request = self._prefill_request(np.zeros(int(size), np.int32), 0, SamplingParams(), last=True)
-        else:
-            carried, (request, _) = self._state, self._generate_request((), int(size))
+        assert kind.request is not None
+        name, request = f"{kind.name}/{size}", kind.request(self, size)
+        carried: DecodeState | Prefix = prefix.arrays if kind.carries_prefix else self._state
         begin = (carried.with_pools((), ()), self._outer_weights(), request)
-        x, rows = self._call(f"{name}/begin", *begin)
+        x, rows = self.call(f"{name}/begin", *begin)
         if part == "begin":
             return x
         if part == "end":
-            rest, *results = self._call(f"{name}/end", *begin, x)
+            rest, *results = self.call(f"{name}/end", *begin, x)
             carried = rest.with_pools(*carried.pools)
         else:
             segment = next(segment for segment in self._segments[name] if segment.part == part)
@@ -205,7 +157,7 @@ class JaxEngine:
 
     def release_prefix(self, prefix: PrefixBuffer) -> None:
         if not _usable(prefix.arrays):
-            prefix.arrays = self._call("init_prefix")
+            prefix.arrays = self.call("init_prefix")
         with self._prefix_lock:
             self._prefixes.append(prefix)
 
@@ -223,23 +175,23 @@ class JaxEngine:
         generated: np.ndarray | None = None,
         prompt_length: int | None = None,
     ) -> Step:
-        request = self._prefill_request(
+        request = self.prefill_request(
             tokens, start, sampling, last, next_token, prompt_logprobs, mask, generated, prompt_length
         )
         bucket = self.config.prefill_bucket(len(tokens))
         name = f"prefill/{bucket}"
         if name in self._segments:
             prefix.arrays, prompt, row, head = self._chain(name, prefix.arrays, request)
-            first = self._first_token(prefix, head, row) if last else prompt  # of which nobody reads a row
+            first = self.first_token(prefix, head, row) if last else prompt  # of which nobody reads a row
         else:
             prefix.arrays, first, prompt = self._chain(name, prefix.arrays, request)
         return Step(first, np.arange(int(last)), prompt if prompt_logprobs else None, len(tokens))
 
-    def _first_token(self, prefix: PrefixBuffer, head: jax.Array, row: jax.Array) -> jax.Array:
-        packed: jax.Array = self._call("first_token", prefix.arrays.with_pools((), ()), self._outer_weights(), head, row)
+    def first_token(self, prefix: PrefixBuffer, head: jax.Array, row: jax.Array) -> jax.Array:
+        packed: jax.Array = self.call("first_token", prefix.arrays.with_pools((), ()), self._outer_weights(), head, row)
         return packed
 
-    def _prefill_request(
+    def prefill_request(
         self,
         tokens: np.ndarray,
         start: int,
@@ -273,31 +225,31 @@ class JaxEngine:
     ) -> None:
         header = (*self._place(slot), length, shared_pages, len(pages))
         request = self._pack(header, self._sampling(sampling), self._generated(generated), self._table_row(pages))
-        self._state = self._call("insert", self._state, prefix.arrays, first.results, request)
+        self._state = self.call("insert", self._state, prefix.arrays, first.results, request)
 
     def fetch(self, prefix: PrefixBuffer, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         padded = np.zeros(self._table_width * self.config.page_size, np.int32)
         padded[: len(tokens)] = tokens
         group, _ = self._place(slot)
         request = self._pack((group, len(pages)), self._table_row(pages), padded)
-        prefix.arrays = self._call("fetch", prefix.arrays, self._state, request)
+        prefix.arrays = self.call("fetch", prefix.arrays, self._state, request)
 
     def set_mask(self, slot: int, mask: np.ndarray | None) -> None:
         words = self._all_allowed if mask is None else mask.view(np.int32)
-        self._state = self._call("set_mask", self._state, self._pack((*self._place(slot), mask is not None), words))
+        self._state = self.call("set_mask", self._state, self._pack((*self._place(slot), mask is not None), words))
 
     def generate(self, rows: Sequence[Row]) -> Step:
         groups = self.config.groups
         fullest = max(np.bincount([row.slot % groups for row in rows], minlength=groups).tolist())
-        return self._generate(rows, self.config.batch_size(fullest * groups))
+        return self.generate_batch(rows, self.config.batch_size(fullest * groups))
 
-    def _generate(self, rows: Sequence[Row], batch: int) -> Step:
-        request, places = self._generate_request(rows, batch)
+    def generate_batch(self, rows: Sequence[Row], batch: int) -> Step:
+        request, places = self.generate_request(rows, batch)
         self._state, results = self._chain(f"generate/{batch}", self._state, request)
         results.copy_to_host_async()
         return Step(results, places)
 
-    def _generate_request(self, rows: Sequence[Row], batch: int) -> tuple[jax.Array, np.ndarray]:
+    def generate_request(self, rows: Sequence[Row], batch: int) -> tuple[jax.Array, np.ndarray]:
         """The rows, each in the part of the batch that its group computes; and where each is."""
         packed = np.zeros((batch, 2), np.int32)
         packed[:, 0] = self.config.group_slots  # scratch
@@ -328,33 +280,40 @@ class JaxEngine:
         """The weights beside the layers."""
         return dataclasses.replace(self._weights, layers=())
 
-    def _call(self, name: str, *arguments: object) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
+        """Calls a program by its name in the table."""
         with self._order:
             return self._executables[name](*arguments)
 
     def _chain(self, name: str, carried: DecodeState | Prefix, request: jax.Array) -> Any:
         """`functions.prefill` or `generate`, in one program or in segments."""
         if name not in self._segments:
-            return self._call(name, carried, self._weights, request)
+            return self.call(name, carried, self._weights, request)
         begin = (carried.with_pools((), ()), self._outer_weights(), request)
-        x, rows = self._call(f"{name}/begin", *begin)
+        x, rows = self.call(f"{name}/begin", *begin)
         pools = carried.pools
         for segment in self._segments[name]:
             new, x = self._run_segment(name, segment, pools, x, rows)
             pools = segment.into_pools(pools, new)
-        rest, *outputs = self._call(f"{name}/end", *begin, x)
+        rest, *outputs = self.call(f"{name}/end", *begin, x)
         return rest.with_pools(*pools), *outputs
 
     def _run_segment(self, name: str, segment: Segment, pools: Pools, x: jax.Array, rows: functions.Rows) -> Any:
         layers = self._weights.layers[segment.layers]
-        return self._call(f"{name}/{segment.part}", segment.of_pools(pools), layers, x, rows)
+        return self.call(f"{name}/{segment.part}", segment.of_pools(pools), layers, x, rows)
 
-    def _put(self, array: np.ndarray) -> jax.Array:
+    @property
+    def state(self) -> DecodeState:
+        """The decode state, for the thread that owns it."""
+        return self._state
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """The array on every device."""
         placed: jax.Array = jax.device_put(array, self._replicated)
         return placed
 
     def _pack(self, header: Sequence[int], *parts: np.ndarray) -> jax.Array:
-        return self._put(np.concatenate([np.array(header, np.int32), *parts]))
+        return self.put(np.concatenate([np.array(header, np.int32), *parts]))
 
     def _sampling(self, sampling: SamplingParams) -> np.ndarray:
         adapters = 0 if self.config.adapters is None else self.config.adapters.count

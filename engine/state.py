@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
@@ -71,6 +72,23 @@ class Prefix:
     def with_pools(self, keys: tuple[Array, ...], values: tuple[Array, ...]) -> Prefix:
         """The same, with these keys and values; with none, what is left beside them."""
         return dataclasses.replace(self, k=keys, v=values)
+
+
+@dataclasses.dataclass(eq=False)
+class PrefixBuffer:
+    """One prefix, by reference: its arrays are replaced at each call that changes them."""
+
+    arrays: Prefix
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """What a program chose, still on the device."""
+
+    results: jax.Array  # int32 [batch, result_width()]
+    rows: np.ndarray  # where the real rows are, in their order, among the padding
+    prompt: jax.Array | None = None  # int32 [bucket, result_width()]
+    prompt_rows: int = 0
 
 
 def mask_words(vocab_size: int) -> int:

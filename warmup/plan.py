@@ -303,25 +303,24 @@ def _estimate(engine: PlannableEngine, program: Program) -> ProgramMemory:
     """
     config = engine.config
     model, groups = device_model(engine.model, config), config.groups
-    kind, size = [*program.name.split("/"), ""][:2]
     known = ProgramMemory(
         argument=tree_bytes(program.arguments),
         alias=program.donated_bytes,
-        code=0 if _platform(program) == "cpu" else _CODE_MODEL if size.isdigit() else _CODE_OTHER,
+        code=0 if _platform(program) == "cpu" else _CODE_MODEL if program.rows else _CODE_OTHER,
     )
-    if not size.isdigit():
+    if not program.rows:
         return known
-    tokens = -(-int(size) // groups)  # of one group, and those that it runs for others' experts
+    tokens = -(-program.rows // groups)  # of one group, and those that it runs for others' experts
     exchanged = tokens * config.ep
     heads, kv = model.num_heads, model.num_kv_heads * model.head_dim
     block = min(_ATTENTION_BLOCK, config.prefix_capacity)
-    sequences = tokens if kind == "generate" else 1
+    sequences = tokens if program.decodes else 1
     floats = (
         tokens * (6 * model.hidden_size + 3 * model.intermediate_size + 3 * heads * model.head_dim)
         + 2 * tokens * heads * block
         + (3 * exchanged * model.moe.per_token * model.hidden_size if model.moe else 0)  # each token once for each expert
         + 4 * sequences * kv * block
-        + (8 * tokens if kind == "generate" else 8 + 2 * min(tokens, _SCORED_ROWS)) * model.vocab_size
+        + (8 * tokens if program.decodes else 8 + 2 * min(tokens, _SCORED_ROWS)) * model.vocab_size
     )
     return dataclasses.replace(known, temp=int(_MARGIN * 4 * floats))
 

@@ -3,6 +3,9 @@
 Everything about compiling derives from this table. Manual warmup runs each row, ahead-of-time warmup loads or compiles each
 row, the memory plan sums each row, the report shows each row, and a cross-target build lowers each row for another machine.
 Serving calls programs by their name in the table and in no other way, so nothing can compile after the table is warm.
+
+Here is what a row is. Each kind of row is a module of this package (``kind.py`` says what a kind is, ``builder.py`` what it is
+described with), which ``engine/table.py`` finds.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ class Program:
     donates: int | None = None  # index of the donated argument (decode state or prefix), whose bytes must all be aliased
     takes_state: bool = False  # the donated argument is the decode state
     loads: bool = False  # puts weights together, before there are any: whoever loads them runs it
+    rows: int = 0  # that run through layers, or are embedded or scored on the way; of all groups
+    decodes: bool = False  # each row is a sequence of its own; else they follow one another in one
 
     @property
     def chain(self) -> str:
