@@ -81,7 +81,9 @@ def pytest_xdist_make_scheduler(config, log):
             server = re.search(r"\[(manual|aot)\b", test)
             if not file.startswith("tests/e2e/"):
                 return file
-            return "server aot" if file == "tests/e2e/test_end.py" else f"server {server[1]}" if server else file
+            if server:
+                return f"server {server[1]}"
+            return "server aot" if file == "tests/e2e/test_end.py" else file  # its servers load what that one has compiled
 
     config.option.loadscopereorder = False
     return Files(config, log)

@@ -5,17 +5,18 @@ program up to rounding. The suite runs on `QUICK`, but for the programs of `test
 otherwise. Nothing here imports JAX: the flags must be in the environment before that.
 """
 
-import importlib.metadata
+Options = dict[str, int | str]
 
-Options = dict[str, int | bool]
-
-QUICK: Options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-PRODUCTION: Options = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):  # later ones do not know the option
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # through MLIR, a kernel for each fusion: half of all
-    PRODUCTION["xla_cpu_use_fusion_emitters"] = True
+QUICK: Options = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",  # through MLIR, a kernel for each fusion: half of all
+}
+PRODUCTION: Options = {
+    "xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32, "xla_backend_extra_options": "",
+}  # fmt: skip
 
 
 def flags(options: Options) -> str:
     """As ``XLA_FLAGS`` has them."""
-    return " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    return " ".join(f"--{name}={value}" for name, value in options.items())
