@@ -85,7 +85,7 @@ class LlamaServer:
             binary, "--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--parallel", str(slots),
             "--ctx-size", str(context), "--threads", str(THREADS), "--cache-type-k", "f32", "--cache-type-v", "f32",
         ]  # fmt: skip
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         try:
             self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         except OSError as error:

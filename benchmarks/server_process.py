@@ -20,7 +20,7 @@ class BenchServer:
     """A context: ready on entry, gone on exit. ``http`` and ``grpc`` are its addresses; its log goes to ``log``."""
 
     def __init__(self, model: str, *options: str):
-        self._log = tempfile.NamedTemporaryFile("w+", prefix="preheat-bench-", suffix=".log", delete=False)
+        self._log = tempfile.NamedTemporaryFile("w+", prefix="preheat-bench-", suffix=".log", delete=False)  # noqa: SIM115 (as long as the process)
         self.log = Path(self._log.name)
         command = [sys.executable, "-m", "server", "serve", "--model", model, "--http-port", "0", "--grpc-port", "0"]
         self.process = subprocess.Popen([*command, *options], stderr=self._log, stdout=subprocess.DEVNULL)

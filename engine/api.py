@@ -35,7 +35,8 @@ MAX_SUPPRESSED = 32  # ids held back until min_tokens: EOS ids and stop_token_id
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them (``server/orchestrator/validation.py``).
+    """How one sequence is computed and chooses its tokens. Values are valid already: the server checks them
+    (``server/orchestrator/validation.py``).
 
     The order of application is: logit_bias, suppressed ids, mask, penalties (repetition over prompt and generated tokens, then
     frequency and presence over generated ones), temperature, top-n-sigma, top-k, top-p, min-p.

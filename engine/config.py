@@ -11,7 +11,6 @@ import dataclasses
 import math
 from typing import Literal
 
-
 HfConfig = dict[str, object]  # config.json as Hugging Face has it; `engine.families.family.Fields` reads it strictly
 
 

@@ -6,8 +6,8 @@ else falls to `engine.attention`, for a reason that `Attention.explain` gives an
 Where layers are scanned, one pool holds all of them, and a program that made XLA copy it would need it twice. Two rules keep
 it in place on TPUs, whichever implementation attends:
 
-* Attention sees a pool [n, kv_heads, pages, page_size, head_dim] as one list of n * kv_heads * pages pages, and each head of a row as a row of
-  its own. One index then finds a page, so XLA has no order of dimensions to prefer; merging leading dimensions moves
+* Attention sees a pool [n, kv_heads, pages, page_size, head_dim] as one list of n * kv_heads * pages pages, and each head of a row
+  as a row of its own. One index then finds a page, so XLA has no order of dimensions to prefer; merging leading dimensions moves
   nothing.
 * What stores into a pool pins the order of its dimensions (`Attention.pin`).
 

@@ -178,7 +178,10 @@ def _norm_heads(model: ModelConfig, ways: Ways, x: jax.Array, weight: jax.Array 
     """The norm of queries or keys. Over all heads, it is over all devices; copies of KV heads do not change a mean."""
     assert weight is not None
     across = ways if model.qk_norm == "projection" else Ways()
-    mean = lambda mean: across.sum(mean, TENSOR) / across.tensor  # noqa: E731
+
+    def mean(mean: jax.Array) -> jax.Array:
+        return across.sum(mean, TENSOR) / across.tensor
+
     return rms_norm(x, weight, model.norm_eps, wide=model.wide_norms, mean=mean)
 
 

@@ -230,7 +230,7 @@ def _find(
     pattern = re.sub(r"(\.layers\.)\d+", r"\g<1>{layer}", module, count=1)
     target = targets.get(pattern)
     if target is None:
-        if model.moe is not None and ".mlp." in module + "." or ".experts." in module:
+        if (model.moe is not None and ".mlp." in module + ".") or ".experts." in module:
             raise CheckpointError(
                 f"{file.path}: tensor {tensor} adapts the experts or the router of a mixture, which is not served; "
                 "train the adapter on the attention's projections only"

@@ -97,7 +97,10 @@ def unpack(rows: jax.Array) -> SamplingRows:
     names = _FLOATS + _INTS + _SEED
     sizes = [1] * len(names) + [MAX_SUPPRESSED, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]
     *scalars, suppressed, bias_tokens, bias_values = jnp.split(rows, np.cumsum(sizes)[:-1].tolist(), axis=1)
-    as_float = lambda x: jax.lax.bitcast_convert_type(x, jnp.float32)  # noqa: E731
+
+    def as_float(x: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, jnp.float32)
+
     named = dict(zip(names, (scalar[:, 0] for scalar in scalars), strict=True))
     named |= {name: as_float(named[name]) for name in _FLOATS}
     return SamplingRows(**named, suppressed=suppressed, bias_tokens=bias_tokens, bias_values=as_float(bias_values))
@@ -266,7 +269,10 @@ def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     ones those of the lowest ids; 1 keeps all."""
     weights = jnp.exp(logits)  # logits are at most 0: the maximum was subtracted
     order = _ordered_bits(logits)
-    mass = lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1)  # noqa: E731
+
+    def mass(kept: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(kept, weights, 0.0), axis=-1)
+
     wanted = top_p * jnp.sum(weights, axis=-1)
     threshold = _largest_threshold(order, lambda kept: mass(kept) >= wanted)[:, None]
 

@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +164,8 @@ def explain_split(model: ModelConfig, config: EngineConfig) -> str:
     """One line for people; empty for one device."""
     if config.devices == 1:
         return ""
-    line = f"{config.devices} devices: " + " x ".join(f"--{name} {size}" for name in ("dp", "ep", "tp") if (size := getattr(config, name)) > 1)
+    ways = {name: getattr(config, name) for name in ("dp", "ep", "tp")}
+    line = f"{config.devices} devices: " + " x ".join(f"--{name} {size}" for name, size in ways.items() if size > 1)
     copies = stored_model(model, config).num_kv_heads // model.num_kv_heads
     return line if copies == 1 else f"{line}; each of the {model.num_kv_heads} KV heads is stored {copies} times"
 

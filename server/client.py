@@ -5,8 +5,8 @@
 ...     for piece in client.stream("Once upon a time", max_tokens=64, temperature=0.8, seed=1):
 ...         print(piece.text, end="")
 
-Options are the sampling fields of the HTTP API, by the same names, and what else ``server/api/fields.py`` describes for gRPC. Failures are raised as the
-types of `server.errors`, whatever they were on the wire.
+Options are the sampling fields of the HTTP API, by the same names, and what else ``server/api/fields.py`` describes for gRPC. Failures
+are raised as the types of `server.errors`, whatever they were on the wire.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def error_from_rpc(error: grpc.RpcError) -> errors.ServerError:
     code, message = error.code(), error.details() or error.code().name
     # Pairs, whatever their type stubs say.
     trailing = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-    metadata = {name: value for name, value in trailing}
+    metadata = dict(trailing)
     try:
         detail = json.loads(metadata.get(conventions.ERROR, "{}"))
     except ValueError:

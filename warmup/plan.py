@@ -212,9 +212,12 @@ def resolve_kv_pages(
     """
     most = config.group_slots * config.pages_per_slot + 1
     least = config.pages_per_slot + 1
-    if type(stored) is int and least <= stored <= most:
-        if measure(make(dataclasses.replace(config, kv_pages=stored)), budget, memory).fits:
-            return stored
+    if (
+        type(stored) is int
+        and least <= stored <= most
+        and measure(make(dataclasses.replace(config, kv_pages=stored)), budget, memory).fits
+    ):
+        return stored
     if stored is not None:
         logger.warning("warmup cache: the stored number of KV pages, %.100r, cannot be used and is found again", stored)
     pages = _pages_that_fit(make, config, budget, memory)

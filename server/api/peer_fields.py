@@ -188,7 +188,7 @@ IGNORED = (
             "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
             "dry_penalty_last_n", "dry_sequence_breakers", "adaptive_decay", "repeat_last_n", "penalize_nl",
         ),
-    ),  # fmt: skip
+    ),
     Ignored(
         (VLLM, SGLANG, LLAMA),
         "parameters of what is off",
@@ -197,7 +197,7 @@ IGNORED = (
             "truncation_side", "routed_experts_prompt_start", "routed_experts_start_len", "return_token_offsets",
             "return_mm_kwargs",
         ),
-    ),  # fmt: skip
+    ),
     Ignored((LLAMA,), "a text that is too long is refused, never shifted", ("n_keep", "n_discard")),
     Ignored(
         (VLLM, SGLANG),
@@ -205,7 +205,7 @@ IGNORED = (
         (
             "mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video",
         ),
-    ),  # fmt: skip
+    ),
     Ignored(
         (VLLM, SGLANG),
         "the header x-request-id names a request",
@@ -219,7 +219,7 @@ IGNORED = (
             "guided_decoding_backend", "stream_interval", "sse_ping_interval", "routed_dp_rank", "data_parallel_rank",
             "disagg_prefill_dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "chat_format", "chat_parser",
         ),
-    ),  # fmt: skip
+    ),
     Ignored((VLLM,), "control tokens that are shown stand as they are", ("spaces_between_special_tokens",)),
 )
 

@@ -102,7 +102,7 @@ def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], .
         tools = chat_types.tools(_json(request.tools, "tools", list))
     except ValueError as error:
         raise InvalidRequest(f"tools {error}", param="tools") from None
-    if not tools or request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}:
+    if not tools or (request.tool_name and request.tool_name not in {tool["function"]["name"] for tool in tools}):
         raise InvalidRequest("tools must have the function that is to be called", param="tools")
     return tools
 

@@ -35,14 +35,14 @@ from server.text.tokenizers import Tokenizer
 class OrchestratorService(Door, orchestrator_pb2_grpc.OrchestratorServicer):
     """JetStream's service."""
 
-    async def HealthCheck(  # noqa: N802 (the proto's name)
+    async def HealthCheck(
         self,
         request: orchestrator_pb2.HealthCheckRequest,
         context: grpc.aio.ServicerContext[orchestrator_pb2.HealthCheckRequest, orchestrator_pb2.HealthCheckResponse],
     ) -> orchestrator_pb2.HealthCheckResponse:
         return orchestrator_pb2.HealthCheckResponse(is_live=self._server.state != "failed")
 
-    async def Decode(  # noqa: N802
+    async def Decode(
         self, request: DecodeRequest, context: grpc.aio.ServicerContext[DecodeRequest, DecodeResponse]
     ) -> AsyncIterator[DecodeResponse]:
         ticket: Ticket | None = None

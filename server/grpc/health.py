@@ -24,23 +24,29 @@ class HealthService(Door, health_pb2_grpc.HealthServicer):
             status = statuses.SERVICE_UNKNOWN
         return status
 
-    async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+    async def Check(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
     ) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def List(  # noqa: N802
-        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.HealthListResponse]
+    async def List(
+        self,
+        request: health_pb2.HealthListRequest,
+        context: grpc.aio.ServicerContext[health_pb2.HealthListRequest, health_pb2.HealthListResponse],
     ) -> health_pb2.HealthListResponse:
         return health_pb2.HealthListResponse(
             statuses={name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._services}
         )
 
-    async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         sent = None
         while True:

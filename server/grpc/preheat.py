@@ -19,7 +19,7 @@ from server.orchestrator import validation
 class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
     """What the proxy needs beside decoding."""
 
-    async def State(  # noqa: N802
+    async def State(
         self, request: preheat_pb2.StateRequest, context: grpc.aio.ServicerContext[preheat_pb2.StateRequest, preheat_pb2.StateResponse]
     ) -> preheat_pb2.StateResponse:
         metrics, model = self._server.metrics, self._server.model
@@ -32,8 +32,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
             waiting=_gauge(metrics.requests_waiting),
         )
 
-    async def ModelCard(  # noqa: N802
-        self, request: preheat_pb2.ModelCardRequest, context: grpc.aio.ServicerContext[preheat_pb2.ModelCardRequest, preheat_pb2.ModelCardResponse]
+    async def ModelCard(
+        self,
+        request: preheat_pb2.ModelCardRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.ModelCardRequest, preheat_pb2.ModelCardResponse],
     ) -> preheat_pb2.ModelCardResponse:
         card = preheat_pb2.ModelCardResponse(name=self._server.model_name, created=self._server.created)
         if (model := self._server.model) is not None:
@@ -43,8 +45,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
             card.adapters.extend(model.limits.adapters)
         return card
 
-    async def RenderChat(  # noqa: N802
-        self, request: preheat_pb2.RenderChatRequest, context: grpc.aio.ServicerContext[preheat_pb2.RenderChatRequest, preheat_pb2.RenderChatResponse]
+    async def RenderChat(
+        self,
+        request: preheat_pb2.RenderChatRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.RenderChatRequest, preheat_pb2.RenderChatResponse],
     ) -> preheat_pb2.RenderChatResponse:
         async def answer() -> preheat_pb2.RenderChatResponse:
             model = self._loaded()
@@ -52,8 +56,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def Tokenize(  # noqa: N802
-        self, request: preheat_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[preheat_pb2.TokenizeRequest, preheat_pb2.TokenizeResponse]
+    async def Tokenize(
+        self,
+        request: preheat_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.TokenizeRequest, preheat_pb2.TokenizeResponse],
     ) -> preheat_pb2.TokenizeResponse:
         async def answer() -> preheat_pb2.TokenizeResponse:
             model = self._loaded()
@@ -63,8 +69,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def Detokenize(  # noqa: N802
-        self, request: preheat_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[preheat_pb2.DetokenizeRequest, preheat_pb2.DetokenizeResponse]
+    async def Detokenize(
+        self,
+        request: preheat_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.DetokenizeRequest, preheat_pb2.DetokenizeResponse],
     ) -> preheat_pb2.DetokenizeResponse:
         async def answer() -> preheat_pb2.DetokenizeResponse:
             model = self._loaded()
@@ -78,8 +86,10 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def TokenizerInfo(  # noqa: N802
-        self, request: preheat_pb2.TokenizerInfoRequest, context: grpc.aio.ServicerContext[preheat_pb2.TokenizerInfoRequest, preheat_pb2.TokenizerInfoResponse]
+    async def TokenizerInfo(
+        self,
+        request: preheat_pb2.TokenizerInfoRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.TokenizerInfoRequest, preheat_pb2.TokenizerInfoResponse],
     ) -> preheat_pb2.TokenizerInfoResponse:
         async def answer() -> preheat_pb2.TokenizerInfoResponse:
             tokenizer = self._loaded().tokenizer
@@ -93,18 +103,22 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
 
         return await self._answer(answer, context)
 
-    async def Warmup(  # noqa: N802
+    async def Warmup(
         self, request: preheat_pb2.WarmupRequest, context: grpc.aio.ServicerContext[preheat_pb2.WarmupRequest, preheat_pb2.WarmupResponse]
     ) -> preheat_pb2.WarmupResponse:
         return preheat_pb2.WarmupResponse(json=json.dumps(dict(self._server.warmup_report())))
 
-    async def Metrics(  # noqa: N802
-        self, request: preheat_pb2.MetricsRequest, context: grpc.aio.ServicerContext[preheat_pb2.MetricsRequest, preheat_pb2.MetricsResponse]
+    async def Metrics(
+        self,
+        request: preheat_pb2.MetricsRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.MetricsRequest, preheat_pb2.MetricsResponse],
     ) -> preheat_pb2.MetricsResponse:
         return preheat_pb2.MetricsResponse(text=self._server.metrics.render())
 
-    async def CountInvalid(  # noqa: N802
-        self, request: preheat_pb2.CountInvalidRequest, context: grpc.aio.ServicerContext[preheat_pb2.CountInvalidRequest, preheat_pb2.CountInvalidResponse]
+    async def CountInvalid(
+        self,
+        request: preheat_pb2.CountInvalidRequest,
+        context: grpc.aio.ServicerContext[preheat_pb2.CountInvalidRequest, preheat_pb2.CountInvalidResponse],
     ) -> preheat_pb2.CountInvalidResponse:
         self._server.metrics.requests.labels(outcome="invalid").inc(max(0, request.count))
         return preheat_pb2.CountInvalidResponse()

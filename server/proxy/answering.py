@@ -16,8 +16,8 @@ from server.api.fields import RequestFields, Table
 from server.errors import InvalidRequest, ModelNotFound, TooLarge
 from server.proxy.answer_formats import AnswerFormat, Choice, Json, TotalUsage
 from server.proxy.endpoint import Proxy, client_metadata
-from server.proxy.transport import EventStream, read_json, until_disconnect
 from server.proxy.generation import Generation
+from server.proxy.transport import EventStream, read_json, until_disconnect
 from server.proxy.upstreams import Metadata
 
 LIMITS = (404, 429, 504)  # what may be wrong beyond a body's fields: statuses

@@ -125,7 +125,7 @@ async def http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}"))
     elif error.status_code == 404:
-        response = error_response(NotFound(f"there is no {ascii(request.url.path)}"))
+        response = error_response(NotFound(f"there is no {request.url.path!a}"))
     else:
         response = error_response(InvalidRequest(error.detail))
         response.status_code = error.status_code

@@ -497,7 +497,7 @@ class _Lark:
         return self._names[name]
 
     def _write(self, node: _Node) -> str:
-        if isinstance(node, _Characters) or id(node) not in self._apart and self._regular.is_prefix_free(node):
+        if isinstance(node, _Characters) or (id(node) not in self._apart and self._regular.is_prefix_free(node)):
             return self._terminal(node, self._regular.expression(node), self._regular.first(node))
         match node:
             case _Token(id_, negated):

@@ -216,7 +216,7 @@ class Guides:
         eos = np.zeros(ids, bool)
         eos[[token for token in self._eos if token < ids]] = True
         eos_mask = _mask(eos, ids, self._vocab_size)
-        is_json = param == "guided_json" or isinstance(value, str) and value.startswith(CALLS)
+        is_json = param == "guided_json" or (isinstance(value, str) and value.startswith(CALLS))
         guide = Guide(param, native, ids, self._vocab_size, eos_mask, self._numbers if is_json else None)
         first = native.deep_copy()
         mask = fit(first.compute_bitmask(), ids, self._vocab_size)

@@ -177,7 +177,7 @@ class _Closer:
             raise ValueError(f"it is more than {MAX_SCHEMAS} schemas when its references and branches are followed")
         written: dict[str, Any] = {}
         for key, value in schema.items():
-            if not self._keeps(schema, key) or key == "unevaluatedProperties" and isinstance(value, bool):
+            if not self._keeps(schema, key) or (key == "unevaluatedProperties" and isinstance(value, bool)):
                 continue
             if key == "$ref":
                 beside = self._beside(schema, value, others)
@@ -300,7 +300,7 @@ def _own(schema: dict[str, Any]) -> _Listed:
         other_members="additionalProperties" in schema or others not in (None, False),
         prefix=len(prefix),
         min_items=_count(schema, "minItems", 0),
-        other_items="additionalItems" in schema or "items" in schema and not isinstance(items, list),
+        other_items="additionalItems" in schema or ("items" in schema and not isinstance(items, list)),
     )
 
 

@@ -127,7 +127,7 @@ class ToolUse:
                 content = f"{turns.pop()['content']}\n\n{content}"
             rest = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
             turns.append({**rest, "role": role, "content": content})
-            returned = message.get("role") == "tool" or returned and role == "user"
+            returned = message.get("role") == "tool" or (returned and role == "user")
         return turns
 
 

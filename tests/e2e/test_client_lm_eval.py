@@ -7,6 +7,7 @@ of known log-probs is made of, and with what its ``hf`` backend reports of anoth
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 
@@ -74,8 +75,8 @@ LOGPROBS = np.log(matrix())
 def log_likelihood(previous, text):
     """Of a text behind one token, and whether it is what greedy decoding says."""
     ids = [previous, *text.encode()]
-    total = sum(LOGPROBS[pair] for pair in zip(ids, ids[1:], strict=False))
-    return total, all(LOGPROBS[before].argmax() == after for before, after in zip(ids, ids[1:], strict=False))
+    total = sum(LOGPROBS[pair] for pair in itertools.pairwise(ids))
+    return total, all(LOGPROBS[before].argmax() == after for before, after in itertools.pairwise(ids))
 
 
 def greedy(previous, count):

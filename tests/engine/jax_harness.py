@@ -58,7 +58,7 @@ class _Optimized:
 
 
 @dataclasses.dataclass
-class Sequence_:
+class RunSequence:
     """One sequence: where it lives, and what came out."""
 
     slot: int
@@ -83,7 +83,7 @@ class Runner:
         self.free_pages = list(range(engine.config.kv_pages - 1, 0, -1))
 
     def start(self, prompt: Sequence[int], slot: int, *, chunk: int | None = None, sampling=SamplingParams(logprobs=True),
-              prompt_logprobs: bool = False) -> tuple[Sequence_, list]:
+              prompt_logprobs: bool = False) -> tuple[RunSequence, list]:
         engine, page_size = self.engine, self.engine.config.page_size
         chunk = chunk or engine.config.prefill_chunk
         prefix = engine.acquire_prefix()
@@ -101,11 +101,11 @@ class Runner:
         pages = [self.free_pages.pop() for _ in range(-(-len(prompt) // page_size))]
         engine.insert(prefix, step, slot, np.array(pages, np.int32), len(prompt), sampling)
         engine.release_prefix(prefix)
-        sequence = Sequence_(slot, pages, len(prompt))
+        sequence = RunSequence(slot, pages, len(prompt))
         sequence.take(engine.read(step), 0)
         return sequence, prompt_results
 
-    def step(self, sequences: Sequence[Sequence_]) -> None:
+    def step(self, sequences: Sequence[RunSequence]) -> None:
         rows = []
         for sequence in sequences:
             index = sequence.length // self.engine.config.page_size
@@ -117,5 +117,5 @@ class Runner:
             sequence.length += 1
             sequence.take(results, row)
 
-    def finish(self, sequence: Sequence_) -> None:
+    def finish(self, sequence: RunSequence) -> None:
         self.free_pages += sequence.pages

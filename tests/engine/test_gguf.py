@@ -137,7 +137,7 @@ def test_a_type_that_nobody_unpacks_is_refused_by_name(tmp_path):
     """Q8_1 is for activations: ggml stores no weights so, and the ``gguf`` package does not read it."""
     stored = np.zeros((VOCAB, gguf.GGML_QUANT_SIZES[Type.Q8_1][1]), np.uint8)
     weights = {name: array for name, array in hf_weights().items() if "embed" not in name}
-    change = lambda writer: writer.add_tensor("token_embd.weight", stored, raw_dtype=Type.Q8_1)  # noqa: E731
+    change = lambda writer: writer.add_tensor("token_embd.weight", stored, raw_dtype=Type.Q8_1)
     checkpoint = open_checkpoint(write(tmp_path / "m.gguf", weights, change=change))
     with pytest.raises(CheckpointError, match=r"token_embd.weight has type Q8_1.*served are BF16, .*Q4_0, Q4_1, Q4_K"):
         checkpoint.read("model.embed_tokens.weight")

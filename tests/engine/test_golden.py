@@ -6,7 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from jax_harness import Runner, Sequence_, make_engine
+from jax_harness import Runner, RunSequence, make_engine
 
 from engine.api import SamplingParams
 
@@ -119,7 +119,7 @@ def test_fetched_pages_continue_like_computed_ones(plain_runner):
     pages = np.array([*first.pages[:4], own], np.int32)
     engine.insert(prefix, step, 2, pages, len(prompt), options, shared_pages=4)
     engine.release_prefix(prefix)
-    second = Sequence_(2, pages.tolist(), len(prompt))
+    second = RunSequence(2, pages.tolist(), len(prompt))
     second.take(engine.read(step), 0)
     for _ in range(20):
         plain_runner.step([first, second])

@@ -123,7 +123,7 @@ def test_an_engine_on_kernels(interpreted, monkeypatch):
 
     The second-best tokens of this prompt are 0.17 behind, which bfloat16's rounding does not close.
     """
-    as_on_tpu = lambda model, config, platform: choose_attention(model, config, "tpu")  # noqa: E731
+    as_on_tpu = lambda model, config, platform: choose_attention(model, config, "tpu")
     monkeypatch.setattr(jax_engine, "choose_attention", as_on_tpu)
     layout = {"slots": 2, "batch_sizes": (2,), "prefill_buckets": (16,), "page_size": 16, "kv_pages": 33}
     accelerator = {"layers": "scanned", "attention": "pallas", "lanes": 128, "dtype": "bfloat16"}

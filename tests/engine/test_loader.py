@@ -51,7 +51,7 @@ def test_known_distribution(tmp_path):
 
 
 def test_leaves_have_the_dtype_and_sharding_asked_for():
-    model, weights = load(TINY, dtype="bfloat16", tp=2, layers="scanned")
+    _, weights = load(TINY, dtype="bfloat16", tp=2, layers="scanned")
     for leaf in jax.tree.leaves(weights):
         assert leaf.dtype == jax.numpy.bfloat16 and len(leaf.sharding.device_set) == 2
     group = weights.layers[0]
@@ -66,7 +66,7 @@ def test_leaves_have_the_dtype_and_sharding_asked_for():
 def test_biases(tmp_path):
     make_qwen2(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    model, weights = load(tmp_path)
+    _, weights = load(tmp_path)
     bias = np.asarray(weights.layers[1].qkv_bias)[0]
     np.testing.assert_array_equal(bias[:, :2].reshape(-1), stored["model.layers.1.self_attn.q_proj.bias"])
     np.testing.assert_array_equal(bias[:, 2].reshape(-1), stored["model.layers.1.self_attn.k_proj.bias"])

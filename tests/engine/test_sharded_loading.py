@@ -52,7 +52,7 @@ def test_a_device_reads_only_its_part(case, layers):
 
     class Counting(Reader):
         def tensor(self, name, *shape):
-            count = lambda size: read.__setitem__(name, read.get(name, 0) + size)  # noqa: E731
+            count = lambda size: read.__setitem__(name, read.get(name, 0) + size)
             return dataclasses.replace(super().tensor(name, *shape), count=count)
 
     fills = weight_fills(Counting(checkpoint), get_family(model.family), model, abstract, ())

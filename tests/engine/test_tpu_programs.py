@@ -77,8 +77,8 @@ def test_no_program_copies_a_pool(built, name):
 
 
 def test_what_moves_in_a_decode_step_of_experts(built):
-    """Eight rows of 256 on two groups of two devices, two layers. As on CPU (`test_sharding.py`): each layer's tokens to the experts and back,
-    five sums over heads and widths, the logits; but of so little the TPU's compiler gathers and scatters by sums."""
+    """Eight rows of 256 on two groups of two devices, two layers. As on CPU (`test_sharding.py`): each layer's tokens to the experts and
+    back, five sums over heads and widths, the logits; but of so little the TPU's compiler gathers and scatters by sums."""
     times = {axis: sum(times for times, _, axes in built["moves"] if axes == [axis]) for axis in ("expert", "tensor")}
     assert times == {"expert": 2 + 2, "tensor": 5 + 1}
     assert max(size for _, size, _ in built["moves"]) <= 8 * 512 * 2  # the logits of all rows: no weights, no keys

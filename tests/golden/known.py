@@ -11,6 +11,7 @@ bytes, 256 BOS, 257 EOS, 258 EOT. The model's vocabulary is larger than that. Ne
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ def script(prompt_end: int, answer: Sequence[int], *, vocab: int = VOCAB) -> np.
     path = [prompt_end, *answer, EOS]
     if len(set(path)) != len(path):
         raise ValueError(f"a token occurs twice on the way, so that its successor is not defined: {path}")
-    return chain(dict(zip(path, path[1:], strict=False)), vocab=vocab)
+    return chain(dict(itertools.pairwise(path)), vocab=vocab)
 
 
 def spread(seed: int, *, vocab: int = VOCAB, scale: float = 2.0) -> np.ndarray:

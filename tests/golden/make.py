@@ -4,7 +4,8 @@
     golden/bin/python tests/golden/make.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
 What it writes: ``tiny_llama/`` (a random Llama, its log-probs at each position of some prompts, and greedy
-continuations without near ties, both in float64), ``families/`` (see `families.py`), ``smollm2.json`` (greedy continuations by transformers of the same
+continuations without near ties, both in float64), ``families/`` (see `families.py`), ``smollm2.json``
+(greedy continuations by transformers of the same
 GGUF in float32), ``smollm2_tokenizer.json`` (ids and chat renderings), ``versions.json``. It also checks that
 `known.make` does what it says.
 """
@@ -231,7 +232,7 @@ def make_smollm2(path: pathlib.Path) -> None:
     random = np.random.default_rng(0)
     decoded = []
     for _ in range(40):  # random ids, which make all kinds of invalid UTF-8
-        ids = [id for id in random.integers(0, 49152 if len(decoded) % 2 else 400, 12).tolist()]
+        ids = random.integers(0, 49152 if len(decoded) % 2 else 400, 12).tolist()
         decoded.append({"ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=True)})
     chats = [
         {

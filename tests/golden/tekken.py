@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import collections
 import importlib.metadata
+import itertools
 import json
 import pathlib
 
@@ -56,7 +57,7 @@ def merges(count: int) -> list[bytes]:
     while len(found) < count:
         pairs: collections.Counter[tuple[bytes, bytes]] = collections.Counter()
         for word, pieces in parts.items():
-            for pair in zip(pieces, pieces[1:], strict=False):
+            for pair in itertools.pairwise(pieces):
                 pairs[pair] += words[word]
         (left, right), _ = max(pairs.items(), key=lambda item: (item[1], item[0]))
         found.append(left + right)

@@ -56,7 +56,7 @@ def main() -> None:
                     cases.append({"name": name, "calls": calls, "as": content, "text": text})
                     break
     cases.sort(key=lambda case: (case["name"], case["calls"]))
-    templates = {name: template for name, template in sorted(TEMPLATES.items())}
+    templates = dict(sorted(TEMPLATES.items()))
     lines = ",\n".join(json.dumps(case) for case in cases)
     shown = ",\n".join(f"{json.dumps(name)}: {json.dumps(template)}" for name, template in templates.items())
     (HERE / "turns.json").write_text(f'{{"templates": {{\n{shown}\n}}, "cases": [\n{lines}\n]}}\n')

@@ -76,7 +76,7 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own(dashboard):
     cells = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]
-        assert 0 <= place["x"] and place["x"] + place["w"] <= 24
+        assert 0 <= place["x"] <= 24 - place["w"]
         taken = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
         assert not taken & cells, panel["title"]
         cells |= taken

@@ -653,9 +653,9 @@ def test_every_refusal_names_a_field():
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
-            if isinstance(called, ast.Name) and called.id in ("InvalidRequest", "ModelNotFound"):
-                if not any(keyword.arg == "param" for keyword in node.keywords):
-                    unnamed.append(path.relative_to(root).as_posix())
+            refusal = isinstance(called, ast.Name) and called.id in ("InvalidRequest", "ModelNotFound")
+            if refusal and not any(keyword.arg == "param" for keyword in node.keywords):
+                unnamed.append(path.relative_to(root).as_posix())
     assert set(unnamed) == {"proxy/transport.py"}
 
 

@@ -398,7 +398,7 @@ def test_api_keys():
                 assert client.generate("a", max_tokens=1).text == "b"
         for key in (None, "k3", "k", "k11"):
             with Client(opened.grpc.address, api_key=key, timeout=TIMEOUT) as client:
-                for attempt in (lambda: client.generate("a"), lambda: client.tokenize("a")):  # noqa: B023
+                for attempt in (lambda: client.generate("a"), lambda: client.tokenize("a")):
                     with pytest.raises(errors.Unauthenticated):
                         attempt()
                 assert client.state().state == "ready"  # open, as health and metrics are

@@ -115,7 +115,7 @@ DIGITS = set(b"0123456789")
         ("guided_json", '{"type": "number"}', "1e-" + "3" * 20, {EOS, EOT}),
         ("guided_json", '{"type": "array", "items": {"type": "integer"}}', "[1, " + "7" * 20, {*b" \n,]"}),
         # unless it must, and nowhere but in numbers
-        ("guided_json", '{"const": %d}' % 10**21, "1" + "0" * 19, {ord("0")}),
+        ("guided_json", json.dumps({"const": 10**21}), "1" + "0" * 19, {ord("0")}),
         ("guided_json", '{"type": "string", "pattern": "^[0-9]+$"}', '"' + "5" * 20, DIGITS | {ord('"')}),
         ("guided_json", '{"type": "string", "pattern": "^[0-9]{30}$"}', '"' + "5" * 20, DIGITS),
         ("guided_regex", "[0-9]+", "5" * 20, DIGITS | {EOS, EOT}),

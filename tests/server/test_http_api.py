@@ -136,7 +136,7 @@ def test_scoring_a_prompt(api):
 def test_log_probs_of_the_prompt_as_vllm_has_them(http):
     body = {"prompt": "pqs", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
-    first, p, q, s = choice["prompt_logprobs"]
+    first, _, q, s = choice["prompt_logprobs"]
     assert (choice["text"], choice["logprobs"], first) == ("t", None, None)
     ids = {character: str(ord(character)) for character in "pqrs"}
     assert q == {ids["q"]: {"logprob": pytest.approx(0, abs=1e-4), "rank": 1, "decoded_token": "q"}}

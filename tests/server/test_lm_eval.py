@@ -16,7 +16,7 @@ from front_doors import NAME, open_doors
 from engine.mock import Table
 
 SPREAD = {ord("a"): 0.5, ord("b"): 0.25, ord("c"): 0.125, ord(" "): 0.0625, 257: 0.0625}
-MODEL = Table({token: SPREAD for token in range(320)})
+MODEL = Table(dict.fromkeys(range(320), SPREAD))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What comes out of the orchestrator, on the mock engine: right tokens, in every way to ask for them."""
 
+import itertools
 import json
 import logging
 import math
@@ -73,7 +74,7 @@ def test_step_n_plus_1_is_dispatched_before_step_n_is_read():
         place = {item: index for index, item in enumerate(steps)}
         generated = [step for verb, step in steps if verb == "generate"]
         assert len(generated) == 5  # the first of six tokens is prefill's; no row goes past max_tokens
-        for this, following in zip(generated, generated[1:], strict=False):
+        for this, following in itertools.pairwise(generated):
             assert place["generate", following] < place["read", this]
 
 
@@ -296,9 +297,9 @@ def test_log_lines_tell_who_how_long_and_how_it_ended(layout, capsys, monkeypatc
     good, failed = (line for line in lines if "the-good ok" in line or "the-late error" in line)
     if layout == "json":
         found = json.loads(good)["request"]
-        assert {"id": "the-good", "outcome": "ok", "prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0,
+        assert found == {"id": "the-good", "outcome": "ok", "prompt_tokens": 5, "completion_tokens": 3, "cached_tokens": 0,
                 "queue_seconds": 0.0, "first_token_seconds": 0.0, "seconds": 0.0, "finish_reasons": ["length"],
-                "put_back": 0} == found  # fmt: skip
+                "put_back": 0}  # fmt: skip
         found = json.loads(failed)["request"]
         assert (found["id"], found["outcome"], found["seconds"]) == ("the-late", "error", 2.0)
         assert "not finished within its 1.5 s" in found["error"]

@@ -1,5 +1,7 @@
 """Stop strings: by hand, and against a search in the whole text for every way to cut it."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,7 +66,7 @@ LETTERS = st.text("abc", max_size=24)
 @given(LETTERS, st.lists(st.text("abc", min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 24), max_size=8))
 def test_whatever_the_cut_the_outcome_is_that_of_the_whole_text(text, stops, cuts):
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[begin:end] for begin, end in zip(borders, borders[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(borders)]
     sent, matched = run(stops, pieces)
     # The oracle: the shortest beginning of the text that ends with a stop string, the longest such stop removed.
     for end in range(len(text) + 1):

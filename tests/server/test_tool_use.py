@@ -85,7 +85,8 @@ def test_without_a_template_there_is_nothing_to_say():
 
 TOLD = """\
 You can call these functions, whose parameters are JSON schemas:
-{"name": "get_weather", "description": "Now, in °C", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+{"name": "get_weather", "description": "Now, in °C", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, \
+"required": ["city"]}}
 {"name": "time"}
 
 To call one, write this and nothing else:

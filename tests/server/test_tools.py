@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 
 import httpx
@@ -137,7 +138,8 @@ def test_calls_in_a_text(format, text, content, calls):
     parts=st.lists(
         st.sampled_from([
             "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[", "]", ",", ";", " ", "\n", "x", "{",
-            "}", '"', "get", "get_weather", "[ARGS]", "[CALL_ID]", CALL, LLAMA, '{"name": "get", ', '"arguments": {', '"name": "rm"', "<tool", "[TOOL",
+            "}", '"', "get", "get_weather", "[ARGS]", "[CALL_ID]", CALL, LLAMA, '{"name": "get", ', '"arguments": {',
+            '"name": "rm"', "<tool", "[TOOL",
         ]),
         max_size=8,
     ),
@@ -146,7 +148,7 @@ def test_calls_in_a_text(format, text, content, calls):
 def test_the_outcome_does_not_depend_on_the_cuts(format, parts, cuts):
     text = "".join(parts)
     places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
-    pieces = [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
     content, calls = parse(format, [text])
     assert parse(format, pieces) == parse(format, list(text)) == (content, calls)
     if not calls:

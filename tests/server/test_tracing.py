@@ -57,7 +57,7 @@ def test_a_request_that_ends_in_the_queue_has_no_other_phase(spans):
         gate.open()
         running.ok()
         assert server.orchestrator.drain(5)
-    first = [span for span in spans.get_finished_spans()][:2]
+    first = list(spans.get_finished_spans())[:2]
     assert [span.name for span in first] == ["queue", "preheat.request"]
     assert first[1].status.status_code is StatusCode.ERROR
 

@@ -34,7 +34,7 @@ class GenerationTag(jinja2.ext.Extension):
     body.
     """
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tokenizers
 

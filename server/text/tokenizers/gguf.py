@@ -82,7 +82,8 @@ ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # where the metadata d
 
 
 def load_gguf_tokenizer(path: pathlib.Path, template: pathlib.Path | None = None) -> BytesTokenizer:
-    """The tokenizer of a GGUF, with its own chat template or that of a file. Raises `StartError`, or `CheckpointError` where the file itself is at fault."""
+    """The tokenizer of a GGUF, with its own chat template or that of a file. Raises `StartError`, or `CheckpointError` where
+    the file itself is at fault."""
     file = GgufFile(path)
     kind = file.require("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -107,7 +108,7 @@ def _eos(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[int, ...]
     names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
     named = [_named(file, name, tokens) for name in names]
     ending = END_OF_TURN | END_OF_TEXT
-    if HARMONY <= set(tokens):
+    if HARMONY.issubset(tokens):
         ending.remove("<|end|>")
     spelled = [id for id, token in enumerate(tokens) if token in ending and types[id] == spm.CONTROL]
     return tuple(dict.fromkeys([id for id in named if id is not None] + spelled))

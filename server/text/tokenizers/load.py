@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
@@ -135,13 +134,14 @@ def _fast(path: pathlib.Path, template: pathlib.Path | None) -> FastTokenizer:
         prefix = [bos, *prefix]
     if bos is None and len(prefix) == 1:
         bos = prefix[0]
+    special = SpecialTokens([*special_tokens(tokenizer).tokens.values(), *unsaid])
     return FastTokenizer(
         tokenizer,
         source=str(file),
         bos_token_id=bos,
         eos_token_ids=_eos(path, eos),
         prefix=prefix,
-        chat_template=_chat_template(path, found, found.names, SpecialTokens([*special_tokens(tokenizer).tokens.values(), *unsaid]), template),
+        chat_template=_chat_template(path, found, found.names, special, template),
         info=_info(found.config, found.names),
     )
 

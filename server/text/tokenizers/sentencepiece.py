@@ -8,7 +8,6 @@ files say ``"legacy": false``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
@@ -76,7 +75,7 @@ class SentencePieceTokenizer(BytesTokenizer):
             self._unknown_length = len(self._joined.EncodeAsIds(self._unknown))
 
     def encode_plain(self, text: str, *, first: bool) -> list[int]:
-        if self._legacy or first and self._space_first:
+        if self._legacy or (first and self._space_first):
             return list(self.processor.EncodeAsIds(text))
         if not text.startswith((" ", SPACE)):
             return list(self._joined.EncodeAsIds(text))

@@ -52,7 +52,7 @@ class SpecialTokens:
                 while begin < len(text) and text[begin].isspace():
                     begin += 1
             parts += [stretch, token.id] if stretch else [token.id]
-        return parts + [text[begin:]] if begin < len(text) else parts
+        return [*parts, text[begin:]] if begin < len(text) else parts
 
 
 def _or(value: bool | None, default: bool) -> bool:
