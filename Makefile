@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: serve test test-fast test-clients docs protos clean
+.PHONY: serve test test-fast test-clients lint docs protos clean
 
 # Serves the default model: HTTP on 8000, gRPC on 9000. ARGS are options of `preheat serve`.
 serve: $(VENV)/.serve
@@ -18,6 +18,16 @@ test: $(VENV)/.test
 # What neither compiles nor starts a process that does, which is most tests.
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+# Style and types: ruff over everything, mypy --strict over the packages.
+lint: $(VENV)/.lint
+	$(BIN)/ruff check
+	$(BIN)/mypy --cache-dir build/mypy
+
+$(VENV)/.lint: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --group lint
+	touch $@
 
 # The suite's tests against clients that nobody here wrote (lm-eval, schemathesis), which live in an environment of their own:
 # 100 packages, 970 MB. `make test` skips these tests where that environment is not there.

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine import functions
@@ -28,7 +27,7 @@ from engine.kernels import choose_attention
 from engine.programs import Executable, Program
 from engine.programs.kind import Kind
 from engine.quantization import Array
-from engine.sampling import NO_TOKEN, pack, result_width
+from engine.sampling import NO_TOKEN, pack
 from engine.segments import Segment
 from engine.sharding import check_split, describe, device_config, device_model, explain_split, make_mesh, replicated
 from engine.state import DecodeState, Pools, Prefix, PrefixBuffer, Step, abstract_prefix, abstract_state, mask_words, table_width
@@ -61,8 +60,8 @@ class JaxEngine:
         self.abstract_weights: Weights = abstract_weights(model, config, self.mesh)
         self.abstract_state: DecodeState = abstract_state(model, config, self.mesh, self._block_pages)
         self.abstract_prefix: Prefix = abstract_prefix(model, config, self.mesh)
-        self._replicated = replicated(self.mesh, (), jnp.int32).sharding
-        self._per_row = describe(self.mesh, (1,), jnp.int32, ("rows",)).sharding
+        self._replicated = replicated(self.mesh, (), "int32").sharding
+        self._per_row = describe(self.mesh, (1,), "int32", ("rows",)).sharding
         abstract = (self.abstract_weights, self.abstract_state, self.abstract_prefix)
         self._programs, self._segments = make_table(model, config, self.mesh, self.attention, *abstract)
         self._executables: Mapping[str, Executable] = {}

@@ -138,7 +138,7 @@ def abstract_prefix(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Pre
         return _stored(mesh, config, shape, (None, "kv_heads", None, None))
 
     buffers = tuple(buffer(layers) for layers in layer_groups(model, config))
-    return Prefix(k=buffers, v=buffers, in_prompt=replicated(mesh, (model.vocab_size,), jnp.bool_))
+    return Prefix(k=buffers, v=buffers, in_prompt=replicated(mesh, (model.vocab_size,), "bool"))
 
 
 def _stored(mesh: Mesh, config: EngineConfig, shape: Sequence[int], axes: Sequence[str | None]) -> jax.ShapeDtypeStruct | Quantized:

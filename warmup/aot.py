@@ -150,11 +150,12 @@ def _store(
 @contextlib.contextmanager
 def no_persistent_cache() -> Iterator[None]:
     """JAX's persistent cache is off inside the block, for all threads."""
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # JAX makes these attributes as it is imported
-    jax.config.update("jax_enable_compilation_cache", False)
+    option = "jax_enable_compilation_cache"
+    before = getattr(jax.config, option)
+    jax.config.update(option, False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        jax.config.update(option, before)
         compilation_cache.reset_cache()
