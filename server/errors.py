@@ -19,7 +19,7 @@ class ServerError(Exception):
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None):
         super().__init__(message)
-        self.message = message
+        self.message = message.encode(errors="backslashreplace").decode()  # it may quote a lone surrogate, which no answer can hold
         self.param = param  # the request field at fault
         self.retry_after = retry_after  # seconds
 

@@ -243,7 +243,7 @@ def tool_choice(value: object) -> str | ToolName:
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):
-        return ToolName(function["name"])
+        return ToolName(string(function["name"]))
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": string}}')
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from server.api import field_types, peer_fields
 from server.api.chat_types import ToolName
-from server.api.field_types import Check
+from server.api.field_types import Check, shown
 from server.api.fields import CHAT, COMPLETIONS, GRPC, GUIDE_SPELLINGS, GUIDED, RequestFields, Table
 from server.errors import InvalidRequest, ModelNotFound
 
@@ -172,7 +172,7 @@ def _combine_tools(values: dict[str, Any]) -> None:
     if not tools and choice not in ("none", "auto"):
         raise InvalidRequest("tool_choice asks for a call, but tools has none", param="tool_choice")
     if isinstance(choice, ToolName) and choice.name not in {tool["function"]["name"] for tool in tools}:
-        raise InvalidRequest(f"tool_choice names a function that is not in tools: {choice.name}", param="tool_choice")
+        raise InvalidRequest(f"tool_choice names a function that is not in tools: {shown(choice.name)}", param="tool_choice")
     if tools and choice != "none":
         guide = next((name for name in GUIDED if name in values), None)
         sent = values.get("guide_field", guide)

@@ -170,6 +170,7 @@ def _sampling(parsed: RequestFields, limits: ModelLimits) -> SamplingParams:
         temperature=0.0 if asked.temperature < GREEDY_BELOW else asked.temperature,
         top_k=asked.top_k if 0 < asked.top_k < limits.vocab_size else 0,  # as many as there are, or all: the same as off
         top_p=max(asked.top_p, SMALLEST_FLOAT),  # not 0, which would keep no token
+        top_n_sigma=max(asked.top_n_sigma, SMALLEST_FLOAT) if asked.top_n_sigma > 0 else 0.0,  # not 0, which would keep all
     )
 
 

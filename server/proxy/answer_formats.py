@@ -215,7 +215,8 @@ class ChatFormat(_OpenAIFormat):
 
     def _finish_reason(self, choice: Choice) -> str | None:
         parser = self._parsers.get(choice.index)
-        return "tool_calls" if parser and parser.calls and choice.finish_reason == "stop" else choice.finish_reason
+        called = parser is not None and parser.calls and not parser.is_cut
+        return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
 
     def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})

@@ -279,6 +279,7 @@ def test_chat_fields():
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "\ud800"}}}, "tool_choice"),
         ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -646,6 +647,10 @@ def test_whatever_is_refused_is_named(kind):
         assert refused, name
 
 
+def test_an_error_may_quote_what_no_answer_can_hold():
+    assert InvalidRequest("not 'a\ud800'").message == r"not 'a\ud800'"
+
+
 def test_every_refusal_names_a_field():
     """By the sources: only what is wrong with a body as a whole names none."""
     root = Path(fields.__file__).parents[1]
@@ -731,6 +736,8 @@ def test_values_with_another_meaning_on_the_device():
     sampling = built(temperature=1e-9, top_k=300, top_p=1e-300).sampling[0]
     assert (sampling.temperature, sampling.top_k) == (0.0, 0)  # the limit of a low temperature; as many as there are
     assert sampling.top_p > 0
+    tiny = 2.0**-126  # the least normal float32: what is less may be 0 there, which is off and not nearly greedy
+    assert [built(top_n_sigma=n).sampling[0].top_n_sigma for n in (1e-300, 0.5, 0.0, -1.0)] == [tiny, 0.5, 0.0, 0.0]
     assert built(top_k=299).sampling[0].top_k == 299
 
 

@@ -398,6 +398,7 @@ def test_metrics_count_what_the_proxy_refuses(http):
         ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, "messages"),
         ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, "response_format"),
+        ("/v1/chat/completions", {"messages": CHAT, "tool_choice": {"type": "function", "function": {"name": "\ud800"}}}, "tool_choice"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "messages"),
         ("/v1/chat/completions", {"messages": CHAT, "max_completion_tokens": MAX_LEN}, "max_completion_tokens"),
         ("/v1/completions", {"prompt": "a", "n_predict": MAX_LEN}, "n_predict"),

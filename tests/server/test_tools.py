@@ -473,6 +473,16 @@ def test_a_call_cut_short_is_length(hermes):
     assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == ("length", ARGUMENTS[:12])
 
 
+def test_a_call_within_which_a_stop_string_appears_is_no_call_to_be_made(hermes):
+    """Its arguments do not parse. Behind them the call is whole, though its object is not."""
+    hermes.says(f"<tool_call>{CALL}</tool_call>")
+    end = len(ARGUMENTS) // 2
+    choice = both_ways(hermes, stop=[ARGUMENTS[end : end + 4]])
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == ("stop", ARGUMENTS[:end])
+    choice = both_ways(hermes, stop=["}</tool_call>"])
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.arguments) == ("tool_calls", ARGUMENTS)
+
+
 def test_what_was_answered_may_be_sent_back(hermes):
     """As clients do it: the message object, whole and with every field."""
     hermes.says(f"<tool_call>{CALL}</tool_call>")

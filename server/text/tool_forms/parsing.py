@@ -75,6 +75,11 @@ class ToolParser:
         self._ended = True
         return self._run()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last call's arguments are not complete (yet): a stop string or the model itself may end the text there."""
+        return self._state == self._arguments
+
     def _run(self) -> Parsed:
         self._out = Parsed()
         try:
