@@ -36,6 +36,7 @@ MAX_DIGITS = 20  # in a row, in JSON; what follows says nothing to a float of 64
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
 
 _PLACE = re.compile(r"^(?:at )?([0-9]+)\([0-9]+\): ")  # line and column, as llguidance's errors begin
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # says llguidance of a token
 
 Mask = npt.NDArray[np.uint32]  # [ceil(vocab_size / 32)], little end first: a set bit allows a token
 Constraint = str | tuple[str, ...]  # of guided_choice texts, else one text
@@ -84,10 +85,12 @@ class Matcher:
         """Takes the token that was chosen.
 
         Raises:
-            InvalidRequest: it was not allowed: everything that was, ``min_tokens`` held back.
+            InvalidRequest: it was not allowed: everything that was, ``min_tokens`` held back. Or the grammar has become too complex.
         """
         if not self._native.consume_token(token):
-            raise self._failed("no token was left that the grammar allows and min_tokens does not hold back")
+            error = self._native.get_error()
+            refused = _NOT_ALLOWED in error or not error
+            raise self._failed("no token was left that the grammar allows and min_tokens does not hold back" if refused else error)
         self.finished = self._native.is_stopped()
         if self._guide.numbers is not None:
             self._digits = self._guide.numbers.count(self._digits, token)

@@ -41,6 +41,11 @@ _KEPT = _TAKEN | frozenset(
     " propertyNames then unevaluatedItems unevaluatedProperties uniqueItems".split()
 )
 _FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")  # that it takes
+# JSON Schema's others (2020-12, Validation, 7.3), which it refuses. All further ones are notes: Pydantic's "path", OpenAPI's "int32".
+_REFUSED_FORMATS = (
+    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # a pattern that it does not
 _CHOICES = ("anyOf", "oneOf")
 _MAPS = ("properties", "patternProperties")  # of schemas of other values, by name
@@ -305,6 +310,9 @@ def _own(schema: dict[str, Any]) -> _Listed:
 
 
 def _is_kept(schema: dict[str, Any], key: str) -> bool:
+    """Whether a keyword says what a value may be."""
+    if key == "format" and isinstance(schema[key], str):
+        return schema[key] in (*_FORMATS, *_REFUSED_FORMATS)
     return key in _KEPT
 
 

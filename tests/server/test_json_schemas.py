@@ -3,7 +3,9 @@ are good are valid by JSON Schema too; those that are bad have something that no
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import pathlib
 import time
 from typing import Annotated, Literal
 
@@ -225,6 +227,30 @@ def test_what_pydantic_sends(model, good, bad):
 def test_what_is_no_schema_is_refused(schema, message):
     with pytest.raises(InvalidRequest, match=message):
         guide_harness.GUIDES.compile("guided_json", json.dumps(schema))
+
+
+def test_formats_that_json_schema_does_not_define_are_notes():
+    """As its specification has it (2020-12, Validation, 7.2.3), and as Pydantic means them: of secrets, paths, networks."""
+
+    class Login(pydantic.BaseModel):
+        secret: pydantic.SecretStr
+        folder: pathlib.Path
+        network: ipaddress.IPv4Network
+
+    schema = Login.model_json_schema()
+    assert {member["format"] for member in schema["properties"].values()} == {"password", "path", "ipv4network"}
+    assert allows(schema, '{"secret": "x", "folder": "/tmp", "network": "10.0.0.0/8"}')
+    with pytest.raises(InvalidRequest, match="json-pointer"):  # is defined, and not kept to
+        allows({"type": "string", "format": "json-pointer"}, '"/a"')
+
+
+def test_a_schema_that_is_too_wide_is_refused_for_that():
+    """Where it is found out: with thousands of members that may come next, after the first."""
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(1500)}}
+    matcher = guide_harness.GUIDES.compile("guided_json", json.dumps(wide)).matcher()
+    with pytest.raises(InvalidRequest, match="items; max is"):
+        for token in b'{"p1":':
+            matcher.accept(token)
 
 
 def test_a_schema_that_multiplies_is_refused_soon():
