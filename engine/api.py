@@ -15,7 +15,7 @@ Ownership: the decode state with the page pool belongs to the one thread that ca
 done, and the device runs them in the order of dispatch for each buffer.
 
 Everything passed in is numpy or plain Python, everything handed back is opaque until ``read``; every verb calls one program of
-the table (``engine/programs``), so nothing a caller can pass makes a new program.
+the table (``engine/programs.py``), so nothing a caller can pass makes a new program.
 """
 
 from __future__ import annotations

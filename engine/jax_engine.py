@@ -24,8 +24,8 @@ from engine.api import TOP_LOGPROBS, Row, SamplingParams, TokenResults
 from engine.attention import PAGES_BLOCK
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.kernels import choose_attention
+from engine.kinds import Kind
 from engine.programs import Executable, Program
-from engine.programs.kind import Kind
 from engine.quantization import Array
 from engine.sampling import NO_TOKEN, pack
 from engine.segments import Segment

@@ -1,7 +1,7 @@
 """The table of programs of an engine: every kind of program, for every size that serving can call.
 
-Kinds are modules of ``engine/programs``, found there: each tells its rows of the table, and how one is run once. Warmup, memory
-plan, report and cross-target builds know the rows only.
+Kinds are modules of ``engine/kinds``: each tells its rows of the table, and how one is run once. Warmup, memory plan, report
+and cross-target builds know the rows only.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 from engine.config import EngineConfig, ModelConfig
-from engine.discovery import declared, unique
 from engine.kernels import Attention
+from engine.kinds import KINDS, Kind
+from engine.kinds.builder import Builder
 from engine.programs import Program
-from engine.programs.builder import Builder
-from engine.programs.kind import Kind
 from engine.segments import Segment
 from engine.sharding import device_config, device_model, ways
 from engine.state import DecodeState, Prefix
 from engine.weights import Weights
-
-KINDS = {kind.name: kind for kind in sorted(unique(declared("engine.programs", Kind), "name", "order"), key=lambda kind: kind.order)}
 
 
 def make_table(

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from engine import families, programs, table
+from engine import families, kinds, table
 from engine.checkpoints import gguf_blocks, quant_methods
 from engine.config import EngineConfig, ModelConfig
 from engine.discovery import declared, modules, unique
 from engine.families.family import Family
 from engine.jax_engine import JaxEngine
-from engine.programs.kind import Kind
+from engine.kinds.kind import Kind
 from warmup.plan import measure
 
 MODELS = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
@@ -78,8 +78,8 @@ def test_two_of_the_same_name_are_refused():
 
 WAVE = '''
 import jax
-from engine.programs.builder import named
-from engine.programs.kind import Kind
+from engine.kinds.builder import named
+from engine.kinds.kind import Kind
 
 def wave(request):
     return request + 1
@@ -97,8 +97,8 @@ WAVE = Kind("wave", 99, programs, touch)
 
 def test_a_kind_of_program_is_one_file(drawer, monkeypatch):
     """It is in the table that warmup and plan read, and `JaxEngine.touch` runs it."""
-    (drawer(programs) / "wave.py").write_text(WAVE)
-    found = {kind.name: kind for kind in declared("engine.programs", Kind)}
+    (drawer(kinds) / "wave.py").write_text(WAVE)
+    found = {kind.name: kind for kind in declared("engine.kinds", Kind)}
     assert found.keys() - table.KINDS.keys() == {"wave"}
     monkeypatch.setattr(table, "KINDS", found)
     engine = small_engine()
@@ -117,8 +117,8 @@ def test_a_kind_of_program_is_one_file(drawer, monkeypatch):
 
 
 def test_a_kind_keeps_to_its_name(drawer, monkeypatch):
-    (drawer(programs) / "wave.py").write_text(WAVE.replace('Kind("wave"', 'Kind("swell"'))
-    monkeypatch.setattr(table, "KINDS", {kind.name: kind for kind in declared("engine.programs", Kind)})
+    (drawer(kinds) / "wave.py").write_text(WAVE.replace('Kind("wave"', 'Kind("swell"'))
+    monkeypatch.setattr(table, "KINDS", {kind.name: kind for kind in declared("engine.kinds", Kind)})
     with pytest.raises(ValueError, match="kind 'swell' makes a program 'wave/4'"):
         small_engine()
 

@@ -1,15 +1,30 @@
-"""The order of packages and of the rooms of ``server``: each imports only what is below it, and nothing goes round in circles."""
+"""The order of packages and of the rooms in each: a room imports only what is below it, and nothing goes round in circles."""
 
 import ast
 import pathlib
 
 import pytest
 
+from warmup import fingerprint
+
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("server", "warmup", "engine", "protos")  # from the roof down; engine knows neither warmup nor server
-ROOMS = (
-    "__main__", "commands", "start", "proxy", "grpc", "client", "orchestrator", "config", "api", "text", "telemetry", "errors",
-)  # fmt: skip
+ROOMS = {  # of each package, from the roof down
+    "server": (
+        "__main__", "commands", "start", "proxy", "grpc", "client", "orchestrator", "config", "api", "text", "telemetry", "errors",
+    ),
+    "warmup": (
+        "target", "prepare", "aot", "manual", "weights", "cache", "compiling", "plan", "report", "store", "xla_cache", "folder",
+        "guard", "collectives", "errors", "fingerprint", "trust",
+    ),
+    "engine": (
+        "loader", "fills", "agreement", "peft", "families", "checkpoints", "mock", "mock_rules",  # on the host
+        "jax_engine", "table", "kinds", "functions", "segments", "model", "moe", "state", "weights", "adapters", "kernels", "layers",
+        "native", "sampling", "attention", "sharding", "rope", "api", "programs", "quantization", "discovery", "config",
+    ),
+    "protos": ("conventions", "orchestrator_pb2_grpc", "preheat_pb2_grpc", "orchestrator_pb2", "preheat_pb2"),
+}  # fmt: skip
+TRACED = ROOMS["engine"][ROOMS["engine"].index("jax_engine") :]
 
 
 def imported(source: str) -> set[str]:
@@ -39,9 +54,9 @@ def wrong_way(name: str, source: str) -> list[str]:
         other_package, _, other_rest = other.partition(".")
         if PACKAGES.index(other_package) < PACKAGES.index(package):
             wrong.append(other)
-        elif other_package == package == "server" and rest and other_rest:
-            room, other_room = rest.split(".")[0], other_rest.split(".")[0]
-            if ROOMS.index(other_room) < ROOMS.index(room):
+        elif other_package == package and rest and other_rest:
+            order, room, other_room = ROOMS[package], rest.split(".")[0], other_rest.split(".")[0]
+            if other_room in order and order.index(other_room) < order.index(room):
                 wrong.append(other)
     return wrong
 
@@ -51,15 +66,35 @@ def test_imports_go_down(name):
     assert wrong_way(name, modules()[name]) == []
 
 
-def test_every_room_is_in_the_order():
-    found = {path.name.removesuffix(".py") for path in (ROOT / "server").iterdir() if not path.name.startswith(("__init__", "__pycache__"))}
-    assert found == set(ROOMS)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_is_in_the_order(package):
+    paths = [path for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert {path.stem for path in paths} - {"__init__"} == set(ROOMS[package])
 
 
 def test_an_import_turned_round_is_noticed():
     assert wrong_way("server.api.fields", "from server.grpc import server") == ["server.grpc", "server.grpc.server"]
     assert wrong_way("engine.api", "def late():\n    import warmup.aot") == ["warmup.aot"]
+    assert wrong_way("engine.functions", "from engine.families import get_family") == ["engine.families", "engine.families.get_family"]
+    assert wrong_way("warmup.store", "if True:\n    from warmup import aot") == ["warmup.aot"]
     assert wrong_way("server.grpc.server", "from server.api import fields\nimport grpc") == []
+
+
+def test_every_import_turned_round_is_noticed():
+    """Each import from one room to another that there is, the other way: none would pass."""
+    sources, crossing = modules(), set()
+    for name, source in sources.items():
+        crossing |= {(name, other) for other in imported(source) & sources.keys() if other.split(".")[:2] != name.split(".")[:2]}
+    assert len({name.split(".")[0] for name, _ in crossing}) == 3 and len(crossing) > 300
+    rooms = [(name, other) for name, other in crossing if "." in name and "." in other]
+    assert [(name, other) for name, other in rooms if not wrong_way(other, f"import {name}")] == []
+
+
+def test_what_is_traced_imports_nothing_that_fingerprints_leave_out():
+    """Digests of the sources name what a compiled program depends on: host-only parts are not among them (`warmup.fingerprint`)."""
+    for room in ROOMS["engine"]:
+        path = f"engine/{room}/" if (ROOT / "engine" / room).is_dir() else f"engine/{room}.py"
+        assert path.startswith(fingerprint._HOST_ONLY) == (room not in TRACED), path
 
 
 def test_no_circles():

@@ -8,9 +8,9 @@ import numpy as np
 
 from engine import functions
 from engine.api import SamplingParams
+from engine.kinds.builder import Builder, named
+from engine.kinds.kind import Kind, Running
 from engine.programs import Program
-from engine.programs.builder import Builder, named
-from engine.programs.kind import Kind, Running
 from engine.sampling import result_width, sampling_width
 from engine.state import PrefixBuffer, Step
 

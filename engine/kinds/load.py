@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine import functions
+from engine.kinds.builder import Builder, named, zeros
+from engine.kinds.kind import Kind, Running
 from engine.programs import Program
-from engine.programs.builder import Builder, named, zeros
-from engine.programs.kind import Kind, Running
 from engine.state import PrefixBuffer
 from engine.weights import one_layer, stacked_fields
 

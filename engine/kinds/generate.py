@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import jax
 
 from engine import functions
+from engine.kinds.builder import Builder
+from engine.kinds.kind import Kind, Running
 from engine.programs import Executable, Program
-from engine.programs.builder import Builder
-from engine.programs.kind import Kind, Running
 from engine.sampling import result_width
 from engine.state import PrefixBuffer
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from engine import functions
 from engine.api import SamplingParams
+from engine.kinds.builder import Builder, named
+from engine.kinds.kind import Kind, Running
 from engine.programs import Executable, Program
-from engine.programs.builder import Builder, named
-from engine.programs.kind import Kind, Running
 from engine.sampling import result_width, sampling_width
 from engine.sharding import replicated
 from engine.state import PrefixBuffer, mask_words

@@ -4,8 +4,7 @@ Everything about compiling derives from this table. Manual warmup runs each row,
 row, the memory plan sums each row, the report shows each row, and a cross-target build lowers each row for another machine.
 Serving calls programs by their name in the table and in no other way, so nothing can compile after the table is warm.
 
-Here is what a row is. Each kind of row is a module of this package (``kind.py`` says what a kind is, ``builder.py`` what it is
-described with), which ``engine/table.py`` finds.
+Here is what a row is; each kind of row is a module of ``engine/kinds``, and ``engine/table.py`` puts the table together.
 """
 
 from __future__ import annotations

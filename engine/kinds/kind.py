@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from engine.api import Engine, Row, SamplingParams
+from engine.kinds.builder import Builder
 from engine.programs import Program
-from engine.programs.builder import Builder
 from engine.state import PrefixBuffer, Step
 
 

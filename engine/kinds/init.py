@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from engine.api import SamplingParams
+from engine.kinds.builder import Builder, zeros
+from engine.kinds.kind import Kind, Running
 from engine.programs import Program
-from engine.programs.builder import Builder, zeros
-from engine.programs.kind import Kind, Running
 from engine.sampling import pack
 from engine.state import DecodeState, PrefixBuffer
 

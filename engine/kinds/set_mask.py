@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine import functions
+from engine.kinds.builder import Builder, named
+from engine.kinds.kind import Kind, Running
 from engine.programs import Program
-from engine.programs.builder import Builder, named
-from engine.programs.kind import Kind, Running
 from engine.state import PrefixBuffer, mask_words
 
 

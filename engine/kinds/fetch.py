@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine import functions
+from engine.kinds.builder import Builder, named
+from engine.kinds.kind import Kind, Running
 from engine.programs import Program
-from engine.programs.builder import Builder, named
-from engine.programs.kind import Kind, Running
 from engine.state import PrefixBuffer
 
 
