@@ -9,7 +9,6 @@ import pytest
 from server.proxy import endpoints, openapi, routes
 
 ECHO = '''
-import dataclasses
 from starlette.responses import JSONResponse
 from server.proxy.endpoint import Body, Description, Endpoint
 from server.api import fields
@@ -25,7 +24,7 @@ ECHO = Endpoint(
     Description(
         "Says it again",
         answer=json_content("Echoed"),
-        body=Body("EchoRequest", {"text": dataclasses.replace(fields.TOKENIZE["text"], required=True)}),
+        body=Body("EchoRequest", {"text": fields.TOKENIZE["text"]._replace(required=True)}),
         schemas={"Echoed": object_of(said=STRING)},
     ),
     method="POST",
