@@ -43,6 +43,7 @@ class StateResponse(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
+    KV_PAGES_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"loading", "warming", "ready", "draining" or "failed"."""
     running: _builtins.int
@@ -53,6 +54,8 @@ class StateResponse(_message.Message):
     """Why it failed; empty otherwise."""
     capacity: _builtins.int
     """Sequences that may run or wait at once, slots and queue. Absent while the model loads."""
+    kv_pages: _builtins.int
+    """KV pages (of 32 tokens) that sequences and the prefix cache share. 0 while the model loads."""
     def __init__(
         self,
         *,
@@ -62,10 +65,11 @@ class StateResponse(_message.Message):
         slots: _builtins.int = ...,
         reason: _builtins.str = ...,
         capacity: _builtins.int | None = ...,
+        kv_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "reason", b"reason", "running", b"running", "slots", b"slots", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_capacity", b"_capacity", "capacity", b"capacity", "kv_pages", b"kv_pages", "reason", b"reason", "running", b"running", "slots", b"slots", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__capacity: _TypeAlias = _typing.Literal["capacity"]  # noqa: Y015
     _WhichOneofArgType__capacity: _TypeAlias = _typing.Literal["_capacity", b"_capacity"]  # noqa: Y015

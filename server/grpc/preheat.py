@@ -30,6 +30,7 @@ class PreheatService(Door, preheat_pb2_grpc.PreheatServicer):
             slots=self._server.slots,
             running=_gauge(metrics.slots_used),
             waiting=_gauge(metrics.requests_waiting),
+            kv_pages=_gauge(metrics.kv_pages_total),
         )
 
     async def ModelCard(

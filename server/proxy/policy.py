@@ -14,7 +14,8 @@ loaded one otherwise, which from then on has their beginning too. Who gets nothi
 `standing`.
 
 What an upstream has been sent is kept as digests of the prompt's blocks, each of them of all that comes before it too. Blocks are
-forgotten least recently used first, as the upstreams' own prefix caches do, and all at once when the upstream went away. Several
+forgotten least recently used first, as the upstreams' own prefix caches do and with room for as many, and all at once when the
+upstream went away. Several
 proxies that know of no beginning agree where it goes: of equal costs the highest digest of (beginning, address) wins.
 """
 
@@ -33,7 +34,7 @@ BLOCK_TOKENS = 32  # as many as a page of the prefix cache
 BLOCK_CHARACTERS = 128  # of a prompt that is text: about as many tokens
 CHARACTERS_PER_TOKEN = BLOCK_CHARACTERS // BLOCK_TOKENS
 MAX_BLOCKS = 1024  # of one prompt; what is behind them counts as new
-REMEMBERED_BLOCKS = 32_768  # of one upstream: a million tokens
+REMEMBERED_BLOCKS = 32_768  # of one upstream that has not said how many pages it has: a million tokens
 REMEMBERED_ADAPTERS = 64  # of one upstream
 
 SEQUENCE_TOKENS = 32
@@ -101,12 +102,15 @@ class Replica:
         self.sequences = 0  # of this proxy, in progress there
         self.unanswered = 0  # prompt tokens sent by this proxy of which nothing has come back
         self._others = 0  # sequences that others sent
+        self._remembered = REMEMBERED_BLOCKS
         self._blocks: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._used_adapters: collections.OrderedDict[str, None] = collections.OrderedDict()
         self.turn = 0  # of the last choice that fell on it
 
-    def heard(self, running: int, waiting: int, slots: int) -> None:
-        """Its own count of sequences. What is more than this proxy's is others'."""
+    def heard(self, running: int, waiting: int, slots: int, pages: int = 0) -> None:
+        """Its own count of sequences, of which those beyond this proxy's are others'; its slots; its KV pages (0: not known), for
+        it has no more than that cached."""
+        self._remembered = min(pages, REMEMBERED_BLOCKS) or REMEMBERED_BLOCKS
         self.slots = max(slots, 1)
         self._others = max(0, running + waiting - self.sequences)
 
@@ -152,7 +156,7 @@ class Replica:
         for block in reversed(prompt.blocks):  # a block without those before it is of no use: the first go last
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > REMEMBERED_BLOCKS:
+        while len(self._blocks) > self._remembered:
             self._blocks.popitem(last=False)
         if prompt.adapter:
             self._used_adapters[prompt.adapter] = None

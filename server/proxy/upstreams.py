@@ -112,7 +112,7 @@ class Upstream(Replica):
             self.reason = error.message
         else:
             self.state, self.reason = answer.state, answer.reason
-            self.heard(answer.running, answer.waiting, answer.slots)
+            self.heard(answer.running, answer.waiting, answer.slots, answer.kv_pages)
         if self.state == before:
             return
         logger.info("upstream %s is %s%s", self.address, self.state, f": {self.reason}" if self.reason else "")

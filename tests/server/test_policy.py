@@ -182,5 +182,8 @@ def test_what_was_sent_is_forgotten_in_time_and_when_it_goes_away():
     replica.remember(old)
     assert len(replica._blocks) == REMEMBERED_BLOCKS
     assert (replica.matched(old), replica.matched(new)) == (96, 0)
+    replica.heard(0, 0, 8, pages=2)
+    replica.remember(new)
+    assert (replica.matched(old), replica.matched(new)) == (0, 64)  # the room of its pages, and beginnings stay longest
     replica.forget()
-    assert replica.matched(old) == 0
+    assert replica.matched(new) == 0
