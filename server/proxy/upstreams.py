@@ -74,6 +74,7 @@ class Upstream(Replica):
         self._balancing = balancing
         self._card_read = -1e9
         self._probe: asyncio.Task[None] | None = None
+        self._closed = False
         self._unaccepted: set[asyncio.Timeout] = set()  # of requests that it has neither accepted nor refused
 
     @property
@@ -93,7 +94,15 @@ class Upstream(Replica):
             self._probe = asyncio.create_task(self._ask_state())
         return self._probe
 
+    async def ask_state(self) -> None:
+        """Its state from now on: an answer to what was asked before may be of before."""
+        if self._probe is not None and not self._probe.done():
+            await asyncio.wait([self._probe])  # which is not only this caller's: whoever is cancelled leaves it alone
+        if not self._closed:
+            await asyncio.wait([self.probe()])
+
     async def close(self) -> None:
+        self._closed = True
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])
@@ -261,8 +270,8 @@ class Upstreams:
 
     async def ask_states(self) -> list[str]:
         """The state of each, asked for now; where they are asked all the time, slow ones are not waited for."""
-        probes = [upstream.probe() for upstream in self.all]
-        await asyncio.wait(probes, timeout=PATIENCE if self.several else None)
+        asked = [asyncio.create_task(upstream.ask_state()) for upstream in self.all]
+        await asyncio.wait(asked, timeout=PATIENCE if self.several else None)
         return [upstream.state for upstream in self.all]
 
     def by_preference(self) -> list[Upstream]:
@@ -292,7 +301,7 @@ class Upstreams:
             assert isinstance(upstream, Upstream)
             tried.add(upstream)
             if self.several and upstream.state == "draining":
-                await upstream.probe()
+                await upstream.ask_state()
                 if upstream.state == "draining":
                     continue
             return upstream

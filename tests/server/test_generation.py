@@ -223,3 +223,41 @@ def test_an_adapter_that_is_not_everywhere(play):
     (answer, names), client, _ = play({"a:1": [missing]}, request=request, adapters={"b:1": ["poet"], "c:1": ["lawyer"]}, look=card)
     assert (answer, names) == ("ok", ["lawyer", "poet"])
     assert client.started == ["a:1", "b:1"]
+
+
+def test_a_state_is_not_older_than_the_question_and_one_who_leaves_takes_it_from_nobody():
+    class Slow:
+        """Answers with the state at the time of the question, when it is let."""
+
+        def __init__(self):
+            self.state, self.answers = "warming", []
+
+        async def call(self, method, request, *, timeout):
+            answer = preheat_pb2.StateResponse(state=self.state)
+            self.answers.append(asyncio.Event())
+            await self.answers[-1].wait()
+            return answer
+
+        async def close(self):
+            pass
+
+    async def all_of_it():
+        client = Slow()
+        upstream = module.Upstream(module.Address("a:1"), client, Balancing())
+        early = asyncio.create_task(upstream.ask_state())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        client.state = "ready"
+        late = asyncio.create_task(upstream.ask_state())
+        await asyncio.sleep(0)
+        early.cancel()
+        client.answers[0].set()
+        while len(client.answers) < 2:
+            await asyncio.sleep(0)
+        assert upstream.state == "warming" and not late.done()
+        client.answers[1].set()
+        await late
+        assert upstream.state == "ready" and early.cancelled()
+        await upstream.close()
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 10))
