@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -121,3 +122,19 @@ def test_no_circles():
         if name not in state:
             visit(name, (name,))
     assert circles == []
+
+
+def test_files_that_pages_name_are_there():
+    """`docs/models.md` also names the file that its example is to be saved as."""
+    path = re.compile(rf"`((?:{'|'.join(PACKAGES)}|docs|tests)/[\w./-]*\w)`")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = {(page.name, found) for page in pages for found in path.findall(page.read_text())}
+    assert len(named) > 100
+    missing = {(page, found) for page, found in named if not ((ROOT / found).exists() or (ROOT / f"{found}.py").exists())}
+    assert missing == {("models.md", "engine/families/seed_oss.py")}
+
+
+def test_links_of_pages_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / path).exists(), f"{page.name}: {path}"
