@@ -12,8 +12,6 @@ Maps that the model has fused (q, k and v; gate and up) have an A for each part.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -21,9 +19,8 @@ from jax.sharding import Mesh
 
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.layers import linear
+from engine.quantization import Array
 from engine.sharding import describe
-
-Array = Any  # jax.Array, or jax.ShapeDtypeStruct in abstract trees
 
 
 @struct.dataclass

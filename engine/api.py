@@ -28,6 +28,10 @@ import numpy as np
 
 from engine.config import EngineConfig, ModelConfig
 
+# What an engine hands out and takes back. Each has types of its own, which nobody else looks into.
+Prefix = Any
+Step = Any
+
 TOP_LOGPROBS = 20  # the most alternatives that are ever reported for a token
 MAX_LOGIT_BIAS = 300  # entries of one request's logit_bias (OpenAI's limit)
 MAX_SUPPRESSED = 32  # ids held back until min_tokens: EOS ids and stop_token_ids together
@@ -87,15 +91,15 @@ class Engine(Protocol):
     model: ModelConfig
     config: EngineConfig
 
-    def acquire_prefix(self) -> Any:
+    def acquire_prefix(self) -> Prefix:
         """A prefix buffer, empty. Raises `LookupError` when all ``config.prefixes`` are out: the caller counts them."""
 
-    def release_prefix(self, prefix: Any) -> None:
+    def release_prefix(self, prefix: Prefix) -> None:
         """Gives a prefix back. Any prefix that was acquired may be released, at any stage, also after a failed prefill."""
 
     def prefill(
         self,
-        prefix: Any,
+        prefix: Prefix,
         tokens: np.ndarray,  # int32 [n], 1 <= n <= config.prefill_chunk
         start: int,  # tokens already in the prefix; the position of tokens[0]
         sampling: SamplingParams,
@@ -106,7 +110,7 @@ class Engine(Protocol):
         mask: np.ndarray | None = None,  # restricts the first token: as in `set_mask`
         generated: np.ndarray | None = None,  # int32 [g]: see below; read only where ``last``
         prompt_length: int | None = None,  # tokens of the whole prompt; None: it ends with this chunk
-    ) -> Any:
+    ) -> Step:
         """Computes one chunk of a prompt; the prefix is changed in place.
 
         A sequence that was put back is prefilled with the tokens it had generated behind its prompt. ``generated`` names
@@ -118,7 +122,7 @@ class Engine(Protocol):
         the log-probs of what follows each of the ``n`` positions: see `read_prompt`.
         """
 
-    def insert(self, prefix: Any, first: Any, slot: int, pages: np.ndarray, length: int, sampling: SamplingParams,
+    def insert(self, prefix: Prefix, first: Step, slot: int, pages: np.ndarray, length: int, sampling: SamplingParams,
                *, shared_pages: int = 0, generated: np.ndarray | None = None) -> None:
         """Copies a prefilled prefix into the pool and makes ``slot`` ready to generate. ``generated``: as in `prefill`.
 
@@ -127,7 +131,7 @@ class Engine(Protocol):
         content already and are not written.
         """
 
-    def fetch(self, prefix: Any, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
+    def fetch(self, prefix: Prefix, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         """Copies pages of the pool into a prefix (a prefix-cache hit): ``len(pages) * page_size == len(tokens)``. ``slot`` is the one
         that the prefix is for: it says whose pages (`Row`)."""
 
@@ -135,12 +139,12 @@ class Engine(Protocol):
         """Restricts the next tokens of a slot. ``mask`` is uint32 [ceil(vocab / 32)], little end first, a set bit allows;
         ``None`` allows everything (which is what `insert` leaves behind)."""
 
-    def generate(self, rows: Sequence[Row]) -> Any:
+    def generate(self, rows: Sequence[Row]) -> Step:
         """Advances every row by one token; ``len(rows) <= config.slots``. Returns a step to `read`, in the order of rows."""
 
-    def read(self, step: Any) -> TokenResults:
+    def read(self, step: Step) -> TokenResults:
         """Waits for a step of `prefill` or `generate` and returns its rows. Raises what the device raised."""
 
-    def read_prompt(self, step: Any) -> TokenResults:
+    def read_prompt(self, step: Step) -> TokenResults:
         """The prompt log-probs of a `prefill` step: row i is about the token at position ``start + i + 1``; ``tokens[i]`` is
         that token, ``-1`` where the prompt ends."""

@@ -240,7 +240,9 @@ def _find(
             f"{file.path}: tensor {tensor} adapts the module {module}, which is not served: of a {model.family} model, "
             f"{served} of its layers are; train the adapter on these, or serve it with the model it was trained on"
         )
-    return int(re.search(r"\.layers\.(\d+)", module)[1]), target  # type: ignore[index]
+    layer = re.search(r"\.layers\.(\d+)", module)
+    assert layer is not None  # a target is of a layer
+    return int(layer[1]), target
 
 
 class _File:

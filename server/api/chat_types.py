@@ -6,9 +6,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.api.field_types import ANY_OBJECT, MAX_GRAMMAR, described, grammar, json_schema, schema_of, shown, string, within_depth
+
+if TYPE_CHECKING:
+    from server.text.tool_forms.base import Tool
 
 MAX_TOOLS = 128
 
@@ -200,7 +203,7 @@ class ToolName:
         },
     },
 })
-def tools(value: object) -> tuple[Mapping[str, Any], ...]:
+def tools(value: object) -> tuple[Tool, ...]:
     """OpenAI's tools, of which the only type is ``function``."""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise ValueError(f"must be a list of up to {MAX_TOOLS} tools")

@@ -13,7 +13,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from server.api import fields, peer_fields
 from server.api.description import Description
@@ -136,7 +135,7 @@ def _honoured() -> str:
 
 
 def _refused() -> str:
-    def shown(names: Mapping[str, tuple[Any, ...]]) -> str:
+    def shown(names: Mapping[str, tuple[object, ...]]) -> str:
         return ", ".join(f"`{name}`" + (f" ({', '.join(map(json.dumps, values))})" if values else "") for name, values in names.items())
 
     return _table(("field", "of", "because"), ((shown(row.names), ", ".join(row.of), row.why) for row in peer_fields.REFUSED))

@@ -29,7 +29,7 @@ _unknown: set[str] = set()  # names already logged
 _MAX_UNKNOWN = 256
 
 
-def parse(body: Mapping[str, Any], table: Table) -> RequestFields:
+def parse(body: Mapping[str, object], table: Table) -> RequestFields:
     """Checks every field of a request.
 
     Raises:
@@ -64,7 +64,7 @@ def check_model_name(asked: str | None, served: str, adapters: Collection[str] =
         raise ModelNotFound(f"the model {ascii(asked)[:80]} does not exist here: {names} {verb} served", param="model")
 
 
-def checked(body: Mapping[str, Any], table: Table) -> dict[str, Any]:
+def checked(body: Mapping[str, object], table: Table) -> dict[str, Any]:
     """The fields that are given, each checked by itself, under the names they have in `RequestFields`. Others are ignored.
 
     Raises:
@@ -73,7 +73,7 @@ def checked(body: Mapping[str, Any], table: Table) -> dict[str, Any]:
     return _checked_fields(body, table, {})[0]
 
 
-def require(values: Mapping[str, Any], table: Table) -> None:
+def require(values: Mapping[str, object], table: Table) -> None:
     """Refuses values of `checked` that lack a field which the table requires."""
     for name, field in table.items():
         if field.required and field.target not in values:
@@ -81,7 +81,7 @@ def require(values: Mapping[str, Any], table: Table) -> None:
 
 
 def _checked_fields(
-    body: Mapping[str, Any], table: Table, others: Mapping[str, Check]
+    body: Mapping[str, object], table: Table, others: Mapping[str, Check]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values, and what the client called each. ``others`` are checks of fields that become nothing."""
     values: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def _checked_fields(
     return values, spelled
 
 
-def _checked(name: str, value: Any, check: Check) -> Any:
+def _checked(name: str, value: object, check: Check) -> object:
     try:
         return check(value)
     except ValueError as error:

@@ -10,7 +10,7 @@ These two tables are all there is to say: ``make docs`` writes them into ``docs/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from server.api.field_types import Check, neutral
 
@@ -22,7 +22,7 @@ class Refused(NamedTuple):
 
     of: tuple[str, ...]
     why: str
-    names: Mapping[str, tuple[Any, ...]]
+    names: Mapping[str, tuple[object, ...]]
 
 
 class Ignored(NamedTuple):
@@ -224,7 +224,7 @@ IGNORED = (
 )
 
 
-def _ignore(value: Any) -> None:
+def _ignore(value: object) -> None:
     return None
 
 

@@ -15,11 +15,14 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from server.errors import StartError
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 MAX_SECONDS = 1e9  # 31 years; a wait of more than 292 is more than the system's clocks count
 ENVIRONMENT_PREFIX = "PREHEAT_"
 
@@ -185,7 +188,7 @@ def load(config: type[Config], arguments: Mapping[str, str | list[str] | None], 
     Raises:
         StartError: a value is not allowed, or the file cannot be read or has an unknown option.
     """
-    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(config)}
     file = arguments.get("config") or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
     from_file = _read_file(str(file), fields) if file else {}
     values = {}

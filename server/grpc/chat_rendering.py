@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from protos import preheat_pb2
 from server.api import chat_types
 from server.errors import InvalidRequest
 from server.text.tokenizers import Tokenizer
 from server.text.tokenizers.chat import unmark
+from server.text.tool_forms.base import Tool
 from server.text.tool_use import ToolUse
+
+Kind = TypeVar("Kind")
 
 _NINE = re.compile(r"id\s*\|\s*length\s*!=\s*9")  # what Mistral's templates refuse calls for
 
@@ -83,7 +85,7 @@ def render_chat(
 def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ids of calls as nine letters and digits, where they came from a server that makes others; equal ones stay equal."""
 
-    def short(id: Any) -> str:
+    def short(id: object) -> str:
         return re.sub("[^A-Za-z0-9]", "", str(id))[-9:].rjust(9, "0")
 
     changed = []
@@ -97,7 +99,7 @@ def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return changed
 
 
-def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], ...]:
+def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Tool, ...]:
     try:
         tools = chat_types.tools(_json(request.tools, "tools", list))
     except ValueError as error:
@@ -107,7 +109,7 @@ def _tools(request: preheat_pb2.RenderChatRequest) -> tuple[Mapping[str, Any], .
     return tools
 
 
-def _json(text: str, param: str, kind: type) -> Any:
+def _json(text: str, param: str, kind: type[Kind]) -> Kind:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -11,11 +11,10 @@ dispatched later, by this same thread.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-from engine.api import Row
+from engine.api import Row, Step
 from server.orchestrator.in_flight import Fetch, InFlight, Insert
 from server.orchestrator.prefill_worker import sampling_now
 from server.orchestrator.scheduler import PlannedRow
@@ -25,7 +24,7 @@ from server.orchestrator.scheduler import PlannedRow
 class Dispatched:
     """A step on its way, and what its rows are."""
 
-    step: Any
+    step: Step
     rows: list[PlannedRow]
     at: float
     counted: bool  # False for a step of the warmup proof's requests only

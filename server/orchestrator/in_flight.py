@@ -18,9 +18,8 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
 
-from engine.api import Engine, TokenResults
+from engine.api import Engine, Prefix, Step, TokenResults
 from server.errors import InternalError, ServerError
 from server.orchestrator.bounded_queue import BoundedQueue
 from server.orchestrator.live_request import LiveRequest, Output
@@ -47,7 +46,7 @@ class Fetch:
 
     sequence: Sequence
     epoch: int
-    prefix: Any
+    prefix: Prefix
     done: bool = False
     error: Exception | None = None
 
@@ -59,8 +58,8 @@ class Insert:
     live: LiveRequest
     sequence: Sequence
     epoch: int
-    prefix: Any
-    first: Any
+    prefix: Prefix
+    first: Step
     last_output: Output | None
 
 

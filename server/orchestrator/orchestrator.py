@@ -224,7 +224,7 @@ class Orchestrator:
                 in_flight.admission.notify_all()
         except ServerError as error:
             if not proof:
-                outcome: Outcome = {400: "invalid", 504: "error"}.get(error.status, "rejected")  # type: ignore[assignment]
+                outcome: Outcome = "invalid" if error.status == 400 else "error" if error.status == 504 else "rejected"
                 self._metrics.outcome(outcome)
                 log_outcome(request.id, outcome, error=error.message)
             raise

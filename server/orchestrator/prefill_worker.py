@@ -9,11 +9,10 @@ chunks, and its prefix is returned.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
-from engine.api import SamplingParams
+from engine.api import Prefix, SamplingParams, Step
 from server.orchestrator.in_flight import Fetch, InFlight, Insert, PromptScored, token_logprob
 from server.orchestrator.live_request import LiveRequest, Output
 from server.orchestrator.request import TokenLogprob
@@ -55,7 +54,7 @@ class PrefillWorker:
                 in_flight.admission.wait()
         return None
 
-    def _prefill(self, live: LiveRequest, sequence: Sequence, epoch: int, prefix: Any) -> bool:
+    def _prefill(self, live: LiveRequest, sequence: Sequence, epoch: int, prefix: Prefix) -> bool:
         """Computes a prompt. True: the owner has the prefix now; False: it is to be returned."""
         in_flight = self._in_flight
         in_flight.hook("prefill", live.request)
@@ -93,7 +92,7 @@ class PrefillWorker:
             return self._end_without_tokens(live, sequence, epoch)
         return self._hand_over(live, sequence, epoch, prefix, step)
 
-    def _fetch(self, sequence: Sequence, epoch: int, prefix: Any) -> bool:
+    def _fetch(self, sequence: Sequence, epoch: int, prefix: Prefix) -> bool:
         in_flight = self._in_flight
         fetch = Fetch(sequence, epoch, prefix)
         with in_flight.lock:
@@ -112,7 +111,7 @@ class PrefillWorker:
                 return None
             return self._in_flight.scheduler.next_chunk(sequence)
 
-    def _score(self, step: Any, chunk: Chunk) -> list[TokenLogprob]:
+    def _score(self, step: Step, chunk: Chunk) -> list[TokenLogprob]:
         """The log-probs of the prompt tokens that follow a chunk's."""
         results = self._engine.read_prompt(step)
         rows = len(chunk.tokens) - int(chunk.last)  # nothing of the prompt follows its last token
@@ -127,7 +126,7 @@ class PrefillWorker:
         )
         return False
 
-    def _hand_over(self, live: LiveRequest, sequence: Sequence, epoch: int, prefix: Any, step: Any) -> bool:
+    def _hand_over(self, live: LiveRequest, sequence: Sequence, epoch: int, prefix: Prefix, step: Step) -> bool:
         """Takes in the first token and gives the rest of the sequence's life to the owner."""
         in_flight = self._in_flight
         results = self._engine.read(step)

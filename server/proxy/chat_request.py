@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from protos import preheat_pb2
 from server.api.chat_types import ToolName
@@ -28,6 +27,6 @@ def chat_request(parsed: RequestFields) -> preheat_pb2.RenderChatRequest:
     return request
 
 
-def _compact(value: Any) -> str:
+def _compact(value: object) -> str:
     # ASCII: a lone surrogate in a message stays an escape, and is refused where the text is tokenized.
     return json.dumps(value, separators=(",", ":"))

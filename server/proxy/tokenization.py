@@ -8,7 +8,6 @@ What is tokenized comes as ``text`` (this server's own field), ``prompt`` or ``m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from protos import preheat_pb2
 from server.api import fields, parsing
@@ -18,7 +17,7 @@ from server.proxy.answer_formats import Json
 from server.proxy.chat_request import chat_request
 
 
-def tokenize_request(body: Mapping[str, Any]) -> tuple[preheat_pb2.TokenizeRequest, bool]:
+def tokenize_request(body: Mapping[str, object]) -> tuple[preheat_pb2.TokenizeRequest, bool]:
     """What to ask of the orchestrator, and whether tokens are to be answered as llama.cpp's pieces.
 
     Raises:
@@ -50,9 +49,9 @@ def tokenize_request(body: Mapping[str, Any]) -> tuple[preheat_pb2.TokenizeReque
     return request, pieces
 
 
-def tokenize_answer(body: Mapping[str, Any], answer: preheat_pb2.TokenizeResponse, *, pieces: bool) -> Json:
+def tokenize_answer(body: Mapping[str, object], answer: preheat_pb2.TokenizeResponse, *, pieces: bool) -> Json:
     """See the module. ``pieces``: each token with its text, or its bytes where they are no text by themselves."""
-    tokens: list[Any] = list(answer.token_ids)
+    tokens: list[object] = list(answer.token_ids)
     if pieces:
         tokens = [
             {"id": id, "piece": _text_or_bytes(token.raw)} for id, token in zip(tokens, answer.tokens, strict=True)
@@ -70,7 +69,7 @@ def _text_or_bytes(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-def detokenize_requests(body: Mapping[str, Any]) -> tuple[preheat_pb2.DetokenizeRequest, ...]:
+def detokenize_requests(body: Mapping[str, object]) -> tuple[preheat_pb2.DetokenizeRequest, ...]:
     """One request where the client says whether control tokens are shown, else two: without them and with them.
 
     Raises:

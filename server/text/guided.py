@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_LENGTH = 65_536  # characters of a schema, expression or grammar: llguidance's time grows with its square
 CACHED = 64  # compiled grammars that are kept
 MAX_DIGITS = 20  # in a row, in JSON; what follows says nothing to a float of 64 bits nor fits into an integer of as many
-LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1-2 kB
+MAX_STATES = 50_000  # of a lexer, each of 1-2 kB
 
 _PLACE = re.compile(r"^(?:at )?([0-9]+)\([0-9]+\): ")  # line and column, as llguidance's errors begin
 _NOT_ALLOWED = "doesn't satisfy the grammar"  # says llguidance of a token
@@ -210,7 +210,7 @@ class Guides:
             raise _refused(param, str(error)) from None
         except RecursionError:
             raise _refused(param, "it is nested too deeply") from None
-        limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        limits = llguidance.LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
         native = llguidance.LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         if native.is_error():
             translated = isinstance(value, tuple) or gbnf.is_gbnf(value)  # places in that say nothing

@@ -20,7 +20,7 @@ import json
 import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 # Between JSON's tokens: a space, or one line end with its indentation.
 WHITESPACE = r" |\n( {0,32}|\t{0,8})"
@@ -52,7 +52,11 @@ _MAPS = ("properties", "patternProperties")  # of schemas of other values, by na
 _NESTED = ("additionalItems", "additionalProperties", "contains", "items", "prefixItems", "propertyNames")  # or lists of them
 
 
-def guiding(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+Kind = TypeVar("Kind")
+Schema = dict[str, object]
+
+
+def guiding(schema: Mapping[str, object], *, lenient: bool = False) -> str:
     """The text of what llguidance is to compile for a schema: closed, with options, of which the schema's own win.
 
     Args and raises: as `closed`.
@@ -62,7 +66,7 @@ def guiding(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     return json.dumps(closed(schema, lenient=lenient) | {"x-guidance": options}, ensure_ascii=False)
 
 
-def closed(schema: Mapping[str, Any], place: str = "#", *, lenient: bool = False) -> dict[str, Any]:
+def closed(schema: Mapping[str, object], place: str = "#", *, lenient: bool = False) -> Schema:
     """The schema of what is listed only, with definitions of its own.
 
     Args:
@@ -99,9 +103,9 @@ class _Listed:
             self.other_items or other.other_items,
         )
 
-    def closure(self) -> dict[str, Any]:
+    def closure(self) -> Schema:
         """The schema of what has nothing else; empty: there is nothing to forbid."""
-        schema: dict[str, Any] = {}
+        schema: Schema = {}
         if self.members and not self.other_members:
             schema["properties"] = dict.fromkeys(sorted(self.names), True)
             if self.patterns:
@@ -129,27 +133,28 @@ class _Known:
 class _Closer:
     """Writes one schema anew. Schemas are told apart by identity: the document does not change meanwhile."""
 
-    def __init__(self, document: Mapping[str, Any], place: str, lenient: bool):
+    def __init__(self, document: Mapping[str, object], place: str, lenient: bool):
         self._document = document
         self._place = place
         self._keeps = _can_be_kept if lenient else _is_kept
         self._bases: dict[int, str] = {}  # of each schema: what its references are relative to
-        self._identified: dict[str, Any] = {"": document}
+        self._identified: Schema = {"": document}
         self._identify(document, "")
         self._known: dict[int, _Known] = {}
         self._references: dict[tuple[int, _Listed | None], str] = {}
-        self._definitions: dict[str, Any] = {}
+        self._definitions: Schema = {}
         self._count = 0
 
-    def whole(self) -> dict[str, Any]:
-        schema: dict[str, Any] = self._closed(self._document, NOTHING)
+    def whole(self) -> Schema:
+        schema = self._closed(self._document, NOTHING)
+        assert isinstance(schema, dict)
         if "$schema" in self._document:  # by which llguidance reads older drafts
             schema = {"$schema": self._document["$schema"], **schema}
         if self._definitions:
             schema["$defs"] = self._definitions
         return schema
 
-    def _closed(self, schema: Any, others: _Listed) -> Any:
+    def _closed(self, schema: object, others: _Listed) -> object:
         """A schema whose value has what it lists, and what ``others`` do that apply to the same value."""
         known = self._know(schema)
         if known.branches:
@@ -161,26 +166,30 @@ class _Closer:
             return self._written(schema, None)
         if schema is True:
             return closure
-        written = self._written(schema, None)
-        if others != NOTHING or any(True for _ in self._parts(schema)):
-            return {"allOf": [written, closure]}
+        if not isinstance(schema, dict) or others != NOTHING or any(True for _ in self._parts(schema)):
+            return {"allOf": [self._written(schema, None), closure]}
+        written = self._object(schema, None)
         if "additionalProperties" in closure:
             written.setdefault("type", "object")
             listed = written.get("properties", {})  # whose order is the text's
-            written["properties"] = listed | {name: True for name in closure["properties"] if name not in listed}
+            if isinstance(listed, dict):
+                written["properties"] = listed | {name: True for name in _of(closure, "properties", dict) if name not in listed}
             written["additionalProperties"] = False
         if "maxItems" in closure:
-            written["maxItems"] = min(_count(schema, "maxItems", closure["maxItems"]), closure["maxItems"])
+            most = known.listed.prefix
+            written["maxItems"] = min(_count(schema, "maxItems", most), most)
         return written
 
-    def _written(self, schema: Any, others: _Listed | None) -> Any:
+    def _written(self, schema: object, others: _Listed | None) -> object:
         """A schema with each of its keys; ``others`` as in `_closed`; `None`: what it is a part of is closed as a whole."""
-        if not isinstance(schema, dict):
-            return schema
+        return self._object(schema, others) if isinstance(schema, dict) else schema
+
+    def _object(self, schema: Schema, others: _Listed | None) -> Schema:
+        """As `_written`, of a schema that is an object."""
         self._count += 1
         if self._count > MAX_SCHEMAS:
             raise ValueError(f"it is more than {MAX_SCHEMAS} schemas when its references and branches are followed")
-        written: dict[str, Any] = {}
+        written: Schema = {}
         for key, value in schema.items():
             if not self._keeps(schema, key) or (key == "unevaluatedProperties" and isinstance(value, bool)):
                 continue
@@ -204,10 +213,10 @@ class _Closer:
                 written[key] = value
         return written
 
-    def _part(self, part: Any, beside: _Listed | None) -> Any:
+    def _part(self, part: object, beside: _Listed | None) -> object:
         return self._closed(part, beside) if beside is not None and self._know(part).branches else self._written(part, None)
 
-    def _beside(self, schema: dict[str, Any], part: Any, others: _Listed | None) -> _Listed | None:
+    def _beside(self, schema: Schema, part: object, others: _Listed | None) -> _Listed | None:
         """What is listed beside one part of a schema."""
         if others is None:
             return None
@@ -217,7 +226,7 @@ class _Closer:
                 listed |= other.listed
         return listed
 
-    def _reference(self, schema: dict[str, Any], others: _Listed | None) -> str:
+    def _reference(self, schema: Schema, others: _Listed | None) -> str:
         """A definition for each way in which a schema is referred to."""
         target = self._target(schema)
         key = id(target), others
@@ -229,7 +238,7 @@ class _Closer:
 
     # What schemas say.
 
-    def _know(self, schema: Any) -> _Known:
+    def _know(self, schema: object) -> _Known:
         if not isinstance(schema, dict):
             return _Known()
         if id(schema) not in self._known:
@@ -240,7 +249,7 @@ class _Closer:
             self._known[id(schema)] = known
         return self._known[id(schema)]
 
-    def _parts(self, schema: dict[str, Any]) -> Iterator[tuple[Any, _Known]]:
+    def _parts(self, schema: Schema) -> Iterator[tuple[object, _Known]]:
         """What applies to the same value, as it stands in the schema: ``$ref``, each of ``allOf``, lists of branches."""
         for key in ("$ref", "allOf", *_CHOICES):
             value = schema.get(key)
@@ -256,7 +265,7 @@ class _Closer:
 
     # References.
 
-    def _identify(self, value: Any, base: str) -> None:
+    def _identify(self, value: object, base: str) -> None:
         """Finds what schemas call themselves."""
         if isinstance(value, list):
             for item in value:
@@ -271,7 +280,7 @@ class _Closer:
             for item in value.values():
                 self._identify(item, base)
 
-    def _target(self, schema: dict[str, Any]) -> Any:
+    def _target(self, schema: Schema) -> object:
         reference = schema["$ref"]
         if not isinstance(reference, str):
             raise ValueError("$ref must be a string")
@@ -293,7 +302,7 @@ class _Closer:
         return target
 
 
-def _own(schema: dict[str, Any]) -> _Listed:
+def _own(schema: Schema) -> _Listed:
     """What a schema lists by itself, its parts left aside."""
     properties, patterns = (_of(schema, key, dict) for key in _MAPS)
     others, items = schema.get("unevaluatedProperties"), schema.get("items")
@@ -309,14 +318,14 @@ def _own(schema: dict[str, Any]) -> _Listed:
     )
 
 
-def _is_kept(schema: dict[str, Any], key: str) -> bool:
+def _is_kept(schema: Schema, key: str) -> bool:
     """Whether a keyword says what a value may be."""
     if key == "format" and isinstance(schema[key], str):
         return schema[key] in (*_FORMATS, *_REFUSED_FORMATS)
     return key in _KEPT
 
 
-def _can_be_kept(schema: dict[str, Any], key: str) -> bool:
+def _can_be_kept(schema: Schema, key: str) -> bool:
     """Whether llguidance keeps to a keyword."""
     if key == "format":
         return schema[key] in _FORMATS
@@ -327,16 +336,16 @@ def _can_be_kept(schema: dict[str, Any], key: str) -> bool:
     return key in _TAKEN
 
 
-def _is_reference(schema: Any) -> bool:
+def _is_reference(schema: object) -> TypeGuard[Schema]:
     return isinstance(schema, dict) and _KEPT.intersection(schema) == {"$ref"}
 
 
-def _of(schema: dict[str, Any], key: str, kind: type) -> Any:
+def _of(schema: Schema, key: str, kind: type[Kind]) -> Kind:
     """A key's value; where it is of another kind, which llguidance is to refuse, as if it were not there."""
     value = schema.get(key)
     return value if isinstance(value, kind) else kind()
 
 
-def _count(schema: dict[str, Any], key: str, otherwise: int) -> int:
+def _count(schema: Schema, key: str, otherwise: int) -> int:
     value = schema.get(key)
     return value if isinstance(value, int) else otherwise

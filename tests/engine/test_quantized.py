@@ -157,6 +157,9 @@ PACKED = {
             r"_scale has shape",
         ),
         (PACKED, {NAME: np.ones((2, 2), np.int8)}, "num_bits"),
+        ({**PACKED, "config_groups": ["weights"]}, {NAME: np.ones((2, 2), np.int8)}, "config_groups"),
+        ({**PACKED, "config_groups": {"0": {}}}, {NAME: np.ones((2, 2), np.int8)}, "num_bits"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, {NAME: np.ones((2, 2), np.int8)}, "weight_block_size is 128"),
         ({**PACKED, "format": "marlin-24"}, {NAME: np.ones((2, 2), np.int8)}, "marlin-24"),
         (
             {"quant_method": "compressed-tensors"},

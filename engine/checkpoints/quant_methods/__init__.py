@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 from engine.checkpoints.errors import CheckpointError
 from engine.checkpoints.quant_methods.base import QuantMethod, Weight
@@ -20,7 +19,7 @@ __all__ = ["METHODS", "QuantMethod", "Weight", "find_method"]
 METHODS = unique(declared(__name__, QuantMethod), "name")
 
 
-def find_method(path: pathlib.Path, quantization: Mapping[str, Any]) -> QuantMethod:
+def find_method(path: pathlib.Path, quantization: Mapping[str, object]) -> QuantMethod:
     """The method of a ``quantization_config``. Raises `CheckpointError` with the names that are served."""
     name = quantization.get("quant_method")
     for method in METHODS:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +41,27 @@ class QuantMethod:
     """
 
     name: str  # in config.json
-    weights: Callable[[SafetensorsCheckpoint, Mapping[str, Any]], Mapping[str, Weight]]
+    weights: Callable[[SafetensorsCheckpoint, Mapping[str, object]], Mapping[str, Weight]]
+
+
+def an_object(path: pathlib.Path, name: str, value: object) -> Mapping[str, object]:
+    """An object within ``quantization_config``; empty where it is absent. Raises `CheckpointError` for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{path / 'config.json'}: {name} of quantization_config is {value!r}; an object is needed")
+    return value
+
+
+def block_size(path: pathlib.Path, quantization: Mapping[str, object]) -> tuple[int, ...] | None:
+    """``weight_block_size``: rows and columns that have a scale together. Raises `CheckpointError` for anything but two numbers."""
+    value = quantization.get("weight_block_size")
+    if value is None:
+        return None
+    sizes = [size for size in value if type(size) is int and size > 0] if isinstance(value, list) else []
+    if not isinstance(value, list) or not len(value) == len(sizes) == 2:
+        raise CheckpointError(f"{path / 'config.json'}: weight_block_size is {value!r}; two positive integers are needed")
+    return tuple(sizes)
 
 
 def misfit(stored: SafetensorsCheckpoint, name: str, found: tuple[int, ...], expected: str) -> CheckpointError:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from engine.checkpoints.errors import CheckpointError
-from engine.checkpoints.quant_methods.base import QuantMethod, Weight
+from engine.checkpoints.quant_methods.base import QuantMethod, Weight, an_object, block_size
 from engine.checkpoints.quant_methods.scales import ScaledWeight, scaled_weights
 from engine.checkpoints.safetensors import SafetensorsCheckpoint
 
@@ -36,9 +35,9 @@ class PackedWeight(ScaledWeight):
         return unpack(self.stored.read_stored(self.name + "_packed"), self.bits, self.shape)
 
 
-def compressed_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, Any]) -> Mapping[str, Weight]:
+def compressed_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, object]) -> Mapping[str, Weight]:
     bits = packed_bits(stored.path, quantization)
-    weights, names = scaled_weights(stored, quantization.get("weight_block_size")), set(stored.names())
+    weights, names = scaled_weights(stored, block_size(stored.path, quantization)), set(stored.names())
     for packed in (name for name in names if name.endswith(".weight_packed")):
         name = packed.removesuffix("_packed")
         if bits == 0:
@@ -51,21 +50,23 @@ def compressed_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str,
     return weights
 
 
-def packed_bits(path: pathlib.Path, quantization: Mapping[str, Any]) -> int:
+def packed_bits(path: pathlib.Path, quantization: Mapping[str, object]) -> int:
     """Bits of packed weights; 0 where none are packed. Raises `CheckpointError` for formats that cannot be read."""
     bits = 0
-    for group in (quantization.get("config_groups") or {}).values():
+    for name, value in an_object(path, "config_groups", quantization.get("config_groups")).items():
+        group = an_object(path, name, value)
         form = group.get("format") or quantization.get("format")
         if form not in FORMATS:
             raise CheckpointError(
                 f"{path / 'config.json'}: compressed-tensors format is {form!r}; served are {', '.join(FORMATS)}"
             )
         if form == "pack-quantized":
-            if bits not in (0, group["weights"]["num_bits"]) or group["weights"]["num_bits"] not in (4, 8):
+            found = an_object(path, f"{name}.weights", group.get("weights")).get("num_bits")
+            if not isinstance(found, int) or found not in (4, 8) or bits not in (0, found):
                 raise CheckpointError(
                     f"{path / 'config.json'}: weights packed with num_bits other than 4 or 8, or with several"
                 )
-            bits = group["weights"]["num_bits"]
+            bits = found
     return bits
 
 

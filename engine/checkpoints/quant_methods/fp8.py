@@ -4,15 +4,14 @@ per row) and ``fbgemm_fp8`` (``weight_scale`` per row)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from engine.checkpoints.quant_methods.base import QuantMethod, Weight
+from engine.checkpoints.quant_methods.base import QuantMethod, Weight, block_size
 from engine.checkpoints.quant_methods.scales import scaled_weights
 from engine.checkpoints.safetensors import SafetensorsCheckpoint
 
 
-def fp8_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, Any]) -> Mapping[str, Weight]:
-    return scaled_weights(stored, quantization.get("weight_block_size"))
+def fp8_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, object]) -> Mapping[str, Weight]:
+    return scaled_weights(stored, block_size(stored.path, quantization))
 
 
 FP8 = QuantMethod("fp8", fp8_weights)

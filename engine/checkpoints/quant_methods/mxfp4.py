@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class Mxfp4Weight(Weight):
         return np.swapaxes(values.reshape(*blocks.shape[:-2], -1), -1, -2)
 
 
-def mxfp4_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, Any]) -> Mapping[str, Weight]:
+def mxfp4_weights(stored: SafetensorsCheckpoint, quantization: Mapping[str, object]) -> Mapping[str, Weight]:
     names = set(stored.names())
     blocks = [name.removesuffix("_blocks") for name in names if name.endswith("_blocks")]
     return {name: Mxfp4Weight(stored, name) for name in blocks if name + "_scales" in names}

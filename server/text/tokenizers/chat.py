@@ -13,7 +13,6 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -112,7 +111,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
+def _clean(message: Mapping[str, object]) -> dict[str, object]:
     clean = {key: value for key, value in message.items() if value is not None}
     return clean if message.get("role") != "assistant" else {"content": NoContent()} | clean
 
@@ -145,11 +144,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> str:
         """The prompt of a conversation, to be encoded with ``parse_special``.
 
@@ -166,7 +165,7 @@ class ChatTemplate:
         clean = [_clean(message) for message in messages]
         variables = {
             **self.special_tokens,
-            **self._marked(kwargs),
+            **{self._marked_text(name): self._marked(value) for name, value in kwargs.items()},
             "messages": self._marked(clean),
             "tools": self._marked(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
@@ -184,12 +183,15 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _marked(self, value: Any) -> Any:
+    def _marked_text(self, text: str) -> str:
+        return self._forged.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
+
+    def _marked(self, value: object) -> object:
         """The value with every control token that it spells marked."""
         if isinstance(value, NoContent):
             return value
         if isinstance(value, str):
-            return self._forged.sub(lambda match: match[0][0] + MARK + match[0][1:], value)
+            return self._marked_text(value)
         if isinstance(value, Mapping):
             return {self._marked(key): self._marked(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from server.text import json_schemas
+from server.text.json_schemas import Schema
 from server.text.tool_forms.base import ANYTHING, Tool, arguments_in_lark
 from server.text.tool_forms.parsing import WHITESPACE, NeedsMore, ToolParser
 
@@ -46,7 +46,7 @@ class BareParser(ToolParser):
 
 
 def optional_rules(
-    tools: Sequence[Tool], schemas: Sequence[Any], *, marker: str = "", control: str = "", more: str = ""
+    tools: Sequence[Tool], schemas: Sequence[Schema], *, marker: str = "", control: str = "", more: str = ""
 ) -> str:
     """The rule ``tool_calls``: text, or a call.
 

@@ -11,16 +11,32 @@ from __future__ import annotations
 import abc
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, NotRequired, Protocol, TypedDict
 
 from server.text import json_schemas
+from server.text.json_schemas import Schema
 from server.text.tool_forms.parsing import ToolParser
 
 CALLS = "start: tool_calls"  # with which a grammar of calls begins
 ANYTHING = r"/(.|\n)*/"
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-NO_MEMBERS: dict[str, Any] = {"type": "object", "properties": {}}
-Tool = Mapping[str, Any]  # OpenAI's
+ANY_OBJECT: Schema = {"type": "object"}
+NO_MEMBERS: Schema = {"type": "object", "properties": {}}
+
+
+class Function(TypedDict):
+    """What a tool is."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[Schema | None]
+    strict: NotRequired[bool | None]
+
+
+class Tool(TypedDict):
+    """OpenAI's; others have been refused (`server.api.chat_types.tools`)."""
+
+    type: str
+    function: Function
 
 
 class Tokenizer(Protocol):
@@ -58,7 +74,7 @@ class ToolForm(abc.ABC):
         """Calls as the model writes them, of functions' names and JSON texts of arguments."""
 
     @abc.abstractmethod
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         """`grammar`, of tools with arguments by these schemas."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, optional: bool = False) -> str | None:
@@ -92,7 +108,7 @@ class ToolForm(abc.ABC):
         return f"<[{self.controls[marker]}]>" if marker in self.controls else json.dumps(marker)
 
 
-def call_schema(tools: Sequence[Tool], schemas: Sequence[Any], arguments: str) -> dict[str, Any]:
+def call_schema(tools: Sequence[Tool], schemas: Sequence[Schema], arguments: str) -> Schema:
     """The JSON schema of one call, whose arguments have that name. The tools' own schemas become definitions."""
     definitions, choices = {}, []
     for index, (tool, schema) in enumerate(zip(tools, schemas, strict=True)):
@@ -112,12 +128,12 @@ def call_text(name: str, arguments: str, key: str = "arguments") -> str:
     return f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}'
 
 
-def arguments_in_lark(tool: Tool, schema: Mapping[str, Any]) -> str:
+def arguments_in_lark(tool: Tool, schema: Mapping[str, object]) -> str:
     """The schema of a tool's arguments as a part of a grammar."""
     return "%json " + json_schemas.guiding(schema, lenient=not is_strict(tool))
 
 
-def in_lark(schema: Mapping[str, Any]) -> str:
+def in_lark(schema: Mapping[str, object]) -> str:
     """A schema that is closed already as a part of a grammar."""
     return "%json " + json.dumps({**schema, "x-guidance": json_schemas.OPTIONS}, ensure_ascii=False)
 
@@ -126,7 +142,7 @@ def is_strict(tool: Tool) -> bool:
     return bool(tool["function"].get("strict"))
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
+def _parameters(tool: Tool) -> Schema:
     """The schema of a tool's arguments. A tool that has none takes no arguments."""
     parameters = tool["function"].get("parameters")
     return NO_MEMBERS if parameters is None else parameters or ANY_OBJECT

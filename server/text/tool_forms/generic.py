@@ -7,8 +7,8 @@ it to the form whenever it begins a call, and to the tools' schemas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from server.text.json_schemas import Schema
 from server.text.tool_forms.bare import BareParser, optional_rules
 from server.text.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 
@@ -39,7 +39,7 @@ class Generic(ToolForm):
     def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
         return "\n".join(call_text(*call) for call in calls)
 
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         others = f"{{0,{MOST_CALLS - 1}}}"
         if optional:
             return optional_rules(tools, schemas, more=f" tool_call{others}" if parallel else "")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from server.text.json_schemas import Schema
 from server.text.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 from server.text.tool_forms.parsing import NeedsMore, ToolParser
 
@@ -34,7 +34,7 @@ class Hermes(ToolForm):
     def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
         return "\n".join(f"{OPENING}\n{call_text(*call)}\n{CLOSING}" for call in calls)
 
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         opening, closing = map(self.literal, self.markers)
         calls = "tool_body" + (f' ("\\n" {opening} tool_body)*' if parallel else "")
         body = f'tool_body: "\\n"? tool_object "\\n"? {closing}\n'

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from server.text.json_schemas import Schema
 from server.text.tool_forms.bare import BareParser, optional_rules
 from server.text.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 from server.text.tool_forms.parsing import NeedsMore
@@ -40,7 +40,7 @@ class Llama3(ToolForm):
     def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
         return "; ".join(call_text(*call, key="parameters") for call in calls)
 
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         if optional:
             control = self.literal(TAG) if TAG in self.controls else ""
             return optional_rules(tools, schemas, marker=TAG, control=control)

@@ -8,6 +8,7 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from server.text.json_schemas import Schema
 from server.text.tool_forms.base import Tool, ToolForm, call_schema, call_text, in_lark
 from server.text.tool_forms.parsing import WHITESPACE, NeedsMore, ObjectScanner, ToolParser, follow
 
@@ -71,7 +72,7 @@ class Mistral(ToolForm):
     def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
         return f"{CALLS}[{', '.join(call_text(*call) for call in calls)}]"
 
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         call = call_schema(tools, schemas, "arguments")
         calls: dict[str, Any] = {"type": "array", "items": call, "minItems": 1, "$defs": call.pop("$defs")}
         if not parallel:

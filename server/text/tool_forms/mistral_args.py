@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
+from server.text.json_schemas import Schema
 from server.text.tool_forms.base import Tool, ToolForm, arguments_in_lark
 from server.text.tool_forms.mistral import ARGS, CALL_ID, CALLS, MistralParser
 
@@ -22,7 +22,7 @@ class MistralArgs(ToolForm):
     def spelled(self, calls: Sequence[tuple[str, str]]) -> str:
         return "".join(f"{CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
 
-    def rules(self, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool, optional: bool) -> str:
+    def rules(self, tools: Sequence[Tool], schemas: Sequence[Schema], *, parallel: bool, optional: bool) -> str:
         identified = f"{self.literal(CALL_ID)} /[a-zA-Z0-9]{{9}}/ " if CALL_ID in self.source else ""
         names = [json.dumps(tool["function"]["name"]) for tool in tools]
         choices = (f"{name} {identified}{self.literal(ARGS)} tool_{i}" for i, name in enumerate(names))

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 WHITESPACE = " \t\r\n"
@@ -310,7 +310,7 @@ def whole_call(text: str, names: Iterable[str]) -> tuple[str, str] | None:
         return None
     if not isinstance(value, dict) or value.get("name") not in set(names):
         return None
-    arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
+    arguments: object = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
