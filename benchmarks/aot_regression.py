@@ -29,14 +29,14 @@ import itertools
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -47,15 +47,15 @@ from engine.api import Row
 from engine.config import EngineConfig, ModelConfig
 from engine.jax_engine import JaxEngine
 from engine.loader import ALIGNMENT
-from engine.programs import Program, tree_bytes
+from engine.programs import Executable, Jitted, Program, tree_bytes
 from engine.weights import Weights
 from warmup.compiling import memory_of
 from warmup.guard import Guard
-from warmup.prepare import open_store, prepare
+from warmup.prepare import Mode, open_store, prepare
 from warmup.report import WarmupReport
 from warmup.target import parse_target, target_devices
 
-VARIANTS = {"manual": "manual", "aot": "aot", "aot, lost": "aot"}  # and how each is warmed up
+VARIANTS: dict[str, Mode] = {"manual": "manual", "aot": "aot", "aot, lost": "aot"}  # and how each is warmed up
 CONTEXT = 256  # live tokens of each row, at most
 PROMPT, STEPS = 192, 31  # tokens of each row at first; steps until it is filled again: within one page
 CHECKED = 8  # steps whose tokens are compared
@@ -76,9 +76,9 @@ class LostEngine(JaxEngine):
         )
 
 
-def around(program: Program) -> Callable:
+def around(program: Program) -> Jitted:
     """A jit around the jitted function."""
-    return jax.jit(lambda *arguments: program.function(*arguments))
+    return cast(Jitted, jax.jit(lambda *arguments: program.function(*arguments)))
 
 
 def describe(options: argparse.Namespace, batch: int) -> tuple[ModelConfig, EngineConfig]:
@@ -100,14 +100,16 @@ def random_weights(abstract: Weights) -> Weights:
         first = -room.ctypes.data % ALIGNMENT // 4
         values = generator.standard_normal(out=room[first : first + size], dtype=np.float32)
         values *= np.float32(0.02)
-        return jax.device_put(values.reshape(leaf.shape).astype(leaf.dtype, copy=False), leaf.sharding)
+        made: jax.Array = jax.device_put(values.reshape(leaf.shape).astype(leaf.dtype, copy=False), leaf.sharding)
+        return made
 
-    return jax.tree.map(make, abstract)
+    weights: Weights = jax.tree.map(make, abstract)
+    return weights
 
 
 def start(
     options: argparse.Namespace, batch: int, variant: str, root: Path, weights: Weights | None = None
-) -> tuple[JaxEngine, Mapping[str, Callable], Weights]:
+) -> tuple[JaxEngine, Mapping[str, Executable], Weights]:
     """Prepares one variant from its own cache under ``root``, as a server does, and runs every program once."""
     model, config = describe(options, batch)
     engine = (LostEngine if variant == "aot, lost" else JaxEngine)(model, config, jax.devices()[:1])
@@ -137,7 +139,7 @@ def fill(engine: JaxEngine) -> list[Row]:
     return rows
 
 
-def alternate(engine: JaxEngine, tables: Sequence[Mapping[str, Callable]], seconds: float) -> list[list[float]]:
+def alternate(engine: JaxEngine, tables: Sequence[Mapping[str, Executable]], seconds: float) -> list[list[float]]:
     """Seconds of a step with each of these tables of executables, which take turns for so long; one list a turn."""
     orders = itertools.cycle(itertools.permutations(range(len(tables))))
     turns: list[list[float]] = []
@@ -186,11 +188,11 @@ def memory(options: argparse.Namespace, batch: int, variant: str, root: Path) ->
     for _ in range(CHECKED):
         engine.read(engine.generate(rows))
     status = Path("/proc/self/status").read_text()  # getrusage would count what the parent held before exec
-    peak, now = (int(re.search(rf"^{field}:\s+(\d+) kB", status, re.M)[1]) / 1024 for field in ("VmHWM", "VmRSS"))
+    peak, now = (int(status.split(f"\n{field}:")[1].split()[0]) / 1024 for field in ("VmHWM", "VmRSS"))
     return {"peak": peak, "steady": now}
 
 
-def ask(options: argparse.Namespace, batch: int, what: str, root: Path):
+def ask(options: argparse.Namespace, batch: int, what: str, root: Path) -> Any:
     """The answer of a child process."""
     command = [sys.executable, "-m", "benchmarks.aot_regression", "--child", what, str(root), "--batches", str(batch)]
     for name in ("layers", "max_len", "seconds"):

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from engine.config import EngineConfig, ModelConfig, RopeConfig
 from engine.jax_engine import JaxEngine
 from engine.loader import load_weights
 from engine.programs import Program
+from engine.state import PrefixBuffer, Step
 from engine.weights import Weights
 from server.config.commands import ServeConfig
 from server.start.model_files import resolve_model
@@ -60,9 +62,9 @@ def parameters(model: ModelConfig) -> int:
     return model.num_layers * layer + tables + model.hidden_size
 
 
-def layout(model: ModelConfig, *, platform: str | None = None, **options: object) -> EngineConfig:
+def layout(model: ModelConfig, *, platform: str | None = None, **options: Any) -> EngineConfig:
     """What ``preheat serve`` would use with these options, on this machine or another platform."""
-    return engine_config(ServeConfig(**options), model, platform or jax.devices()[0].platform)  # type: ignore[arg-type]
+    return engine_config(ServeConfig(**options), model, platform or jax.devices()[0].platform)
 
 
 def random_weights(abstract: Weights) -> Weights:
@@ -71,13 +73,15 @@ def random_weights(abstract: Weights) -> Weights:
     Made on the device by a hash of each weight's place, so that no second copy is ever needed.
     """
 
-    def make(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def make(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         is_norm = jax.tree_util.keystr(path).endswith("norm")
-        return jax.jit(_ones if is_norm else _noise, static_argnums=(0, 1), out_shardings=leaf.sharding)(
-            leaf.shape, leaf.dtype
-        )
+        program = jax.jit(_ones if is_norm else _noise, static_argnums=(0, 1), out_shardings=leaf.sharding)
+        made: jax.Array = program(leaf.shape, leaf.dtype)
+        return made
 
-    return jax.block_until_ready(jax.tree_util.tree_map_with_path(make, abstract))
+    weights: Weights = jax.tree_util.tree_map_with_path(make, abstract)
+    jax.block_until_ready(weights)
+    return weights
 
 
 def _ones(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -91,7 +95,8 @@ def _noise(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     place = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA77)
     place = (place ^ (place >> 13)) * jnp.uint32(0xC2B2AE3D)
     uniform = (place >> 8).astype(jnp.float32) * jnp.float32(2**-24) - jnp.float32(0.5)
-    return (uniform * jnp.float32(0.07)).astype(dtype)  # standard deviation 0.02
+    spread: jax.Array = uniform * jnp.float32(0.07)
+    return spread.astype(dtype)  # standard deviation 0.02
 
 
 def make_engine(
@@ -166,10 +171,9 @@ class BareEngine:
         self._sequences[slot] = _Sequence(pages, len(tokens))
         return int(self.engine.read(step).tokens[0])
 
-    def _prefill(self, tokens: np.ndarray):
+    def _prefill(self, tokens: np.ndarray) -> tuple[PrefixBuffer, Step]:
         config = self.engine.config
         prefix = self.engine.acquire_prefix()
-        step = None
         for start in range(0, len(tokens), config.prefill_chunk):
             chunk = tokens[start : start + config.prefill_chunk]
             last = start + len(chunk) == len(tokens)
@@ -179,17 +183,18 @@ class BareEngine:
     def decode(self, slots: int, steps: int) -> tuple[float, list[list[int]]]:
         """Seconds of so many steps of the first slots, and the tokens of each slot."""
         tokens: list[list[int]] = [[] for _ in range(slots)]
-        pending = None
+        pending: Step | None = None
         began = time.perf_counter()
         for _ in range(steps):
             dispatched = self.engine.generate([self._row(slot) for slot in range(slots)])
             if pending is not None:
                 self._take(pending, tokens)
             pending = dispatched
-        self._take(pending, tokens)
+        if pending is not None:
+            self._take(pending, tokens)
         return time.perf_counter() - began, tokens
 
-    def _take(self, step, tokens: list[list[int]]) -> None:
+    def _take(self, step: Step, tokens: list[list[int]]) -> None:
         for row, token in zip(tokens, self.engine.read(step).tokens.tolist(), strict=True):
             row.append(token)
 

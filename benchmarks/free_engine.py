@@ -63,7 +63,7 @@ class FreeEngine:
     ) -> None:
         pass
 
-    def fetch(self, prefix: object, pages: np.ndarray, tokens: np.ndarray) -> None:
+    def fetch(self, prefix: object, pages: np.ndarray, tokens: np.ndarray, *, slot: int) -> None:
         pass
 
     def set_mask(self, slot: int, mask: np.ndarray | None) -> None:

@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,16 +35,17 @@ from benchmarks.machine import Machine
 from benchmarks.output import Report, Table, add_options, bars, conditions, emit
 from benchmarks.peer_worker import Absent, Worker
 from engine.jax_engine import JaxEngine
+from engine.programs import Executable
 from warmup import plan
 from warmup.guard import Guard
-from warmup.prepare import open_store, prepare_fitting
+from warmup.prepare import Mode, open_store, prepare_fitting
 from warmup.report import WarmupReport
 
 PROMPT, STEPS = 128, 64
 STARTS = (("aot, cold", "aot"), ("aot, again", "aot"), ("manual, cold", "manual"), ("manual, again", "manual"))
 
 
-def options(shape: str, batches: Sequence[int], bucket: int) -> dict[str, object]:
+def options(shape: str, batches: Sequence[int], bucket: int) -> dict[str, Any]:
     """Of `preheat serve`, for the figures and the starts alike."""
     return {
         "slots": batches[-1], "max_len": max(1024, bucket), "batch_sizes": tuple(batches),
@@ -62,7 +64,7 @@ def measure(
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     table = {program.name: program.function for program in engine.programs()}
     executables = dict(engine._executables)
-    modes = {"aot": executables, "manual": table}
+    modes: dict[str, Mapping[str, Executable]] = {"aot": executables, "manual": table}
     names = [*modes, *(["transformers"] if peer else [])]
     found: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
     shares: dict[int, list[float]] = {batch: [] for batch in batches}
@@ -122,14 +124,14 @@ def _steps(bare: BareEngine, batch: int) -> float:
     return bare.decode(batch, STEPS)[0]
 
 
-def start_once(mode: str, cache: Path, shape: str, batches: Sequence[int], bucket: int) -> dict[str, float | int]:
+def start_once(mode: Mode, cache: Path, shape: str, batches: Sequence[int], bucket: int) -> dict[str, float | int]:
     """One start in this process, stage by stage; seconds."""
     began = time.monotonic()
     model = SHAPES[shape]
     devices = jax.devices()[:1]
     device = time.monotonic()
     with Guard() as guard:
-        report = WarmupReport(mode, guard=guard, started=began)  # type: ignore[arg-type]
+        report = WarmupReport(mode, guard=guard, started=began)
         config = layout(model, **options(shape, batches, bucket))
         budget = plan.memory_budget(None, devices)
         store = open_store(cache, model, config, devices, budget=budget)

@@ -14,9 +14,9 @@ import json
 import random
 import time
 import urllib.parse
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class HttpDoor:
         finally:
             writer.close()
 
-    def _event(self, event: dict, answer: Answer) -> bool:
+    def _event(self, event: dict[str, Any], answer: Answer) -> bool:
         """Whether it brought something of the answer."""
         if "error" in event:
             answer.error = str(event["error"])[:200]
@@ -107,7 +107,7 @@ class HttpDoor:
         pass
 
 
-async def _chunked_lines(reader: asyncio.StreamReader):
+async def _chunked_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Lines of a body in HTTP/1.1's chunked coding (RFC 9112, 7.1)."""
     rest = b""
     while size := int((await reader.readline()).split(b";")[0], 16):

@@ -43,7 +43,7 @@ def write_checkpoint(folder: Path, size: float, shards: int) -> int:
     layer_bytes = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
     ends = 4 * 2 * VOCAB * HIDDEN
     layers = max(1, round((size - ends) / layer_bytes))
-    named = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(layers):
         named |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     named |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
@@ -55,7 +55,8 @@ def write_checkpoint(folder: Path, size: float, shards: int) -> int:
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    names, placed = list(named), {}
+    names = list(named)
+    placed: dict[str, str] = {}
     per_shard = -(-len(names) // shards)
     for shard in range(shards):
         part = names[shard * per_shard : (shard + 1) * per_shard]

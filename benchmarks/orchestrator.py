@@ -26,14 +26,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 
 from benchmarks.free_engine import TOKEN, FreeEngine
 from benchmarks.output import Report, Table, add_options, bars, conditions, emit
 from benchmarks.server_process import cpu_seconds
-from protos import orchestrator_pb2_grpc
+from protos import orchestrator_pb2, orchestrator_pb2_grpc
 from protos.orchestrator_pb2 import DecodeRequest, DecodeResponse
 from server.client import decode_request
 
@@ -74,7 +75,16 @@ def serve_orchestrator(streams: int, max_len: int, step_seconds: float) -> None:
 
 def serve_bare() -> None:
     class Bare(orchestrator_pb2_grpc.OrchestratorServicer):
-        async def Decode(self, request, context):  # noqa: N802
+        async def HealthCheck(  # noqa: N802
+            self,
+            request: orchestrator_pb2.HealthCheckRequest,
+            context: grpc.aio.ServicerContext[orchestrator_pb2.HealthCheckRequest, orchestrator_pb2.HealthCheckResponse],
+        ) -> orchestrator_pb2.HealthCheckResponse:
+            return orchestrator_pb2.HealthCheckResponse(is_live=True)
+
+        async def Decode(  # noqa: N802
+            self, request: DecodeRequest, context: grpc.aio.ServicerContext[DecodeRequest, DecodeResponse]
+        ) -> AsyncIterator[DecodeResponse]:
             sample = DecodeResponse.StreamContent.Sample(text=chr(TOKEN), token_ids=[TOKEN])
             message = DecodeResponse(stream_content=DecodeResponse.StreamContent(samples=[sample]))
             for _ in range(request.max_tokens):
@@ -119,12 +129,13 @@ class Child:
         self.address = f"127.0.0.1:{port}"
         return self
 
-    def figures(self) -> dict:
+    def figures(self) -> dict[str, Any]:
         """``steps`` and CPU seconds of ``threads`` so far."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        figures: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return figures
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.process.pid)
@@ -143,11 +154,11 @@ async def read_streams(address: str, streams: int, tokens: int) -> tuple[int, fl
     """Messages of all streams together, and seconds from the first request to the last message."""
     request = decode_request([TOKEN] * PROMPT, max_tokens=tokens, ignore_eos=True)
     async with grpc.aio.insecure_channel(address) as channel:
-        decode = channel.unary_stream(DECODE, request_serializer=DecodeRequest.SerializeToString)
+        decode = channel.unary_stream(DECODE, DecodeRequest.SerializeToString, None)
 
         async def read() -> int:
             call, count = decode(request), 0
-            while await call.read() is not grpc.aio.EOF:
+            while isinstance(await call.read(), bytes):  # else it is grpc's EOF
                 count += 1
             return count
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks.peer_worker import THREADS, Peer, run
 
@@ -12,7 +13,7 @@ BATCH = 2048  # tokens of a call; llama.cpp cuts them in pieces of 512
 
 
 class LlamaCpp:
-    def __init__(self, model, llama_cpp):
+    def __init__(self, model: Any, llama_cpp: Any):  # which have no types here
         self._model, self._lib = model, llama_cpp
         self._sampler = llama_cpp.llama_sampler_init_greedy()
 
@@ -44,7 +45,7 @@ class LlamaCpp:
             return time.perf_counter() - began
 
     @contextlib.contextmanager
-    def _context(self, sequences: int, length: int) -> Iterator[tuple]:
+    def _context(self, sequences: int, length: int) -> Iterator[tuple[Any, Any]]:
         lib = self._lib
         parameters = lib.llama_context_default_params()
         parameters.n_ctx = sequences * -(-length // 256) * 256
@@ -63,7 +64,7 @@ class LlamaCpp:
             lib.llama_batch_free(batch)
             lib.llama_free(context)
 
-    def _fill(self, batch, rows: Sequence[tuple[int, int, int]], wanted: int | None) -> None:
+    def _fill(self, batch: Any, rows: Sequence[tuple[int, int, int]], wanted: int | None) -> None:
         """Rows are (token, position, sequence); ``wanted`` is the row whose logits are wanted, `None`: all."""
         batch.n_tokens = len(rows)
         for index, (token, position, sequence) in enumerate(rows):
@@ -73,12 +74,12 @@ class LlamaCpp:
             batch.seq_id[index][0] = sequence
             batch.logits[index] = wanted is None or index == wanted
 
-    def _run(self, context, batch) -> None:
+    def _run(self, context: Any, batch: Any) -> None:
         if code := self._lib.llama_decode(context, batch):
             raise RuntimeError(f"llama_decode failed with {code}")
 
-    def _sample(self, context, row: int) -> int:
-        return self._lib.llama_sampler_sample(self._sampler, context, row)
+    def _sample(self, context: Any, row: int) -> int:
+        return int(self._lib.llama_sampler_sample(self._sampler, context, row))
 
 
 def make(path: str) -> tuple[Peer, str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peer_worker import THREADS, Peer, run
 
 
 class Transformers:
-    def __init__(self, model, torch):
+    def __init__(self, model: Any, torch: Any):  # which have no types here
         self._model, self._torch = model, torch
 
     def decode(self, prompts: Sequence[Sequence[int]], new: int) -> tuple[float, list[list[int]]]:
@@ -38,7 +39,7 @@ class Transformers:
             output.logits[:, -1].argmax(-1).tolist()
             return time.perf_counter() - began
 
-    def _tensor(self, ids: Sequence[Sequence[int]]):
+    def _tensor(self, ids: Sequence[Sequence[int]]) -> Any:
         return self._torch.tensor(list(ids), device=self._model.device)
 
     def _synchronize(self) -> None:

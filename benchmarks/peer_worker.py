@@ -87,7 +87,7 @@ class Worker:
         return answer["seconds"], answer["tokens"]
 
     def prefill(self, prompt: Sequence[int]) -> float:
-        return self._ask({"job": "prefill", "prompt": list(prompt)})["seconds"]
+        return float(self._ask({"job": "prefill", "prompt": list(prompt)})["seconds"])
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -100,7 +100,8 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"{self._module} ended with code {self._process.wait()}; run it by hand to see why")
-        return json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from benchmarks import f32_gguf
-from benchmarks.bare_engine import BareEngine, layout, make_engine, model_config
+from benchmarks.bare_engine import SHAPES, BareEngine, layout, make_engine, model_config
 from benchmarks.load import Door, GrpcDoor, HttpDoor, Summary, closed_loop, steady_tokens_per_second, synthetic_prompts
 from benchmarks.output import Report, Table, add_options, bars, conditions, emit
 from benchmarks.peer_worker import THREADS, Absent, Peer, Worker
@@ -44,7 +44,7 @@ from server.start.model_files import resolve_model
 PROMPT, NEW = 128, 64
 BUCKET = 512  # tokens of the prefill
 START_SECONDS = 120.0
-PROMISED = {  # of a peer's tokens per second
+PROMISED: dict[tuple[object, object], float] = {  # of a peer's tokens per second
     ("transformers", 1): 1.15, ("transformers", 8): 2.0, ("transformers", 32): 1.5,
     ("llama.cpp", 1): 1.0, ("llama.cpp", 8): 1.0, ("llama.cpp", 32): 1.0, ("llama.cpp", "prefill"): 1.0,
     ("llama-server", 1): 1.0, ("llama-server", 8): 1.0, ("Preheat, 1 slot", 1): 0.95,
@@ -157,10 +157,11 @@ class Comparison:
 
 def compare_engines(
     peers: dict[str, Peer], batches: Sequence[int], rounds: int, vocab: int, sizes: tuple[int, int, int]
-):
+) -> tuple[Comparison, str]:
     """Decode and prefill, in tokens per second; and whether all chose the same tokens at batch 1."""
     prompt, new, bucket = sizes
-    found, first = Comparison(), {}
+    found = Comparison()
+    first: dict[tuple[int, int], dict[str, list[int]]] = {}
     for number in range(rounds):
         for batch in batches:
             prompts = synthetic_prompts(batch, prompt, vocab, seed=number)
@@ -205,8 +206,8 @@ def door_rate(make: Callable[[], Door], slots: int, vocab: int, seed: int, sizes
 
 
 def start_peers(
-    parsed: argparse.Namespace, stack: contextlib.ExitStack, path: Path, batches, bucket
-) -> tuple[dict, list, list]:
+    parsed: argparse.Namespace, stack: contextlib.ExitStack, path: Path, batches: Sequence[int], bucket: int
+) -> tuple[dict[str, Peer], list[str], list[str]]:
     """The peers that are there; their versions; and why the others are not."""
     peers: dict[str, Peer] = {"Preheat": Preheat(path, batches, bucket)}
     versions, absent = [], []
@@ -226,7 +227,8 @@ def start_peers(
 
 
 def run(parsed: argparse.Namespace) -> Report:
-    batches, slots, rounds, sizes = (1, 8, 32), 8, parsed.rounds, (PROMPT, NEW, BUCKET)
+    batches: tuple[int, ...] = (1, 8, 32)
+    slots, rounds, sizes = 8, parsed.rounds, (PROMPT, NEW, BUCKET)
     if parsed.quick:
         batches, slots, rounds, sizes = (1, 2), 2, 1, (8, 64, 16)
     report = Report("benchmarks.peers", conditions(device=jax.devices()[0].device_kind, model=parsed.model))
@@ -241,9 +243,9 @@ def run(parsed: argparse.Namespace) -> Report:
         table, missed = found.table(f"Decode by batch and prefill of {sizes[2]}", "tokens/s", "Preheat", note)
         report.add(table, missed)
         bare = peers["Preheat"]
-        for name, peer in peers.items():
-            if name != "Preheat":
-                peer.close()  # type: ignore[attr-defined]
+        for peer in peers.values():
+            if isinstance(peer, Worker):
+                peer.close()
 
         options = ("--max-len", str(max(sizes[0] + 2 * sizes[1], sizes[2])), "--prefill-chunk", str(sizes[2]), *parsed.server_options)
         ours = stack.enter_context(BenchServer(str(path), "--slots", str(slots), *options))
@@ -282,11 +284,10 @@ def run(parsed: argparse.Namespace) -> Report:
         report.missed += missed
         table, _ = doors.table(f"Through the doors, {slots} streams", "tokens/s", "through it")
         report.tables.append(table)
-        for name, *_, ratio in table.rows:
-            if ratio < PROMISED[name, "of the engine"]:  # type: ignore[operator]
-                report.missed.append(
-                    f"{name}: {ratio:.2f} of the engine's tokens/s, not {PROMISED[name, 'of the engine']}"
-                )
+        for door, *_, found_ratio in table.rows:
+            ratio, promised = float(found_ratio or 0), PROMISED[door, "of the engine"]
+            if ratio < promised:
+                report.missed.append(f"{door}: {ratio:.2f} of the engine's tokens/s, not {promised}")
     if absent:
         report.tables.append(
             Table("Not compared with", ("peer", "why"), [tuple(line.split(": ", 1)) for line in absent])
@@ -297,7 +298,7 @@ def run(parsed: argparse.Namespace) -> Report:
 def gguf_file(parsed: argparse.Namespace, stack: contextlib.ExitStack) -> Path:
     """The file that all peers read; made once for each model where ``--work`` says where to keep it."""
     work = parsed.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    source = parsed.model if parsed.model in f32_gguf.SHAPES else str(resolve_model(parsed.model))
+    source = parsed.model if parsed.model in SHAPES else str(resolve_model(parsed.model))
     path = work / f"{Path(source).stem}-f32.gguf"
     if not path.exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -314,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder that keeps the float32 files (default: a temporary one)")
     add_options(parser)
-    parsed, parsed.server_options = parser.parse_known_args(arguments)
+    parsed, server_options = parser.parse_known_args(arguments)
+    parsed.server_options = server_options
     if parsed.quick:
         parsed.model = "llama-tiny"
     report = run(parsed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -27,7 +28,8 @@ from server.start.model_files import resolve_model
 from server.text.tokenizers import load_tokenizer
 
 TEXT = Path(__file__).parent / "data" / "lighthouse.txt"
-KINDS = (("none", "auto"), ("int8", "auto"), ("none", "int8"), ("int8", "int8"))
+Kind = tuple[Literal["none", "int8"], Literal["auto", "int8"]]  # of weights, and of keys and values
+KINDS: tuple[Kind, ...] = (("none", "auto"), ("int8", "auto"), ("none", "int8"), ("int8", "int8"))
 CHUNK = 256  # tokens
 
 
@@ -46,7 +48,7 @@ def log_likelihoods(engine: JaxEngine, ids: list[int]) -> np.ndarray:
     return np.concatenate(found)[: len(ids) - 1]
 
 
-def make_engine(path: Path, length: int, quantize: str, kv_dtype: str) -> JaxEngine:
+def make_engine(path: Path, length: int, quantize: Literal["none", "int8"], kv_dtype: Literal["auto", "int8"]) -> JaxEngine:
     """An engine that has one program for chunks, and what goes with it."""
     checkpoint = open_checkpoint(path)
     model, platform = read_model(checkpoint), jax.devices()[0].platform

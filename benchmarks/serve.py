@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from benchmarks.load import (
     poisson,
     synthetic_prompts,
 )
-from benchmarks.output import Report, Table, add_options, conditions, emit
+from benchmarks.output import Cell, Report, Table, add_options, conditions, emit
 from benchmarks.server_process import BenchServer, cpu_seconds
 
 if TYPE_CHECKING:
@@ -49,12 +50,19 @@ IDLE_SECONDS = 10.0
 PROMISED_IDLE = 0.1  # seconds of CPU time
 
 
-def row(name: str, summary: Summary) -> tuple:
+def row(name: str, summary: Summary) -> tuple[Cell, ...]:
     return (
         name, summary.requests, summary.errors, summary.requests_per_second, summary.tokens_per_second,
         *(milliseconds(times, percentile)
           for times in (summary.first_token, summary.per_token, summary.gaps) for percentile in (50, 99)),
     )  # fmt: skip
+
+
+async def load_through(
+    make: Callable[[], Door], parsed: argparse.Namespace, clients: int | None, prompts: Sequence[Prompt]
+) -> Summary:
+    """As `load`, through a door that is made in the event loop."""
+    return await load(make(), parsed, clients, prompts)
 
 
 async def load(door: Door, parsed: argparse.Namespace, clients: int | None, prompts: Sequence[Prompt]) -> Summary:
@@ -90,11 +98,8 @@ def run(parsed: argparse.Namespace, http: str | None, grpc: str | None) -> tuple
                 prompts = synthetic_prompts(count + 2, parsed.prompt_tokens, parsed.vocab, seed)
             name = f"{kind}, {parsed.rate:g} requests/s" if clients is None else f"{kind}, {clients} clients"
 
-            async def go(kind=kind, address=address, clients=clients, prompts=prompts) -> Summary:
-                door = (HttpDoor if kind == "HTTP" else GrpcDoor)(address, api_key=parsed.api_key)
-                return await load(door, parsed, clients, prompts)
-
-            summaries[name] = asyncio.run(go())
+            door = functools.partial(HttpDoor if kind == "HTTP" else GrpcDoor, address, api_key=parsed.api_key)
+            summaries[name] = asyncio.run(load_through(door, parsed, clients, prompts))
     source = str(parsed.prompts) if parsed.prompts else f"{parsed.prompt_tokens} random tokens"
     title = f"{source}, {parsed.new_tokens} new tokens"
     report.tables.append(Table(title, COLUMNS, [row(name, summary) for name, summary in summaries.items()]))
@@ -110,7 +115,7 @@ def idle(server: BenchServer, seconds: float) -> Table:
     return Table(f"Idle for {seconds:g} s", ("process", "CPU s"), rows, f"Promised: under {PROMISED_IDLE} s in 10 s.")
 
 
-def draw(summaries: dict[str, Summary]):
+def draw(summaries: dict[str, Summary]) -> Callable[[Figure], None]:
     """Distributions of time to first token and of gaps: what share took at most so long."""
 
     def fill(figure: Figure) -> None:
@@ -160,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.idle and server is not None:
             table = idle(server, 0.2 if parsed.quick else IDLE_SECONDS)
             report.tables.append(table)
-            used = sum(float(line[1]) for line in table.rows)  # type: ignore[arg-type]
+            used = sum(float(line[1] or 0) for line in table.rows)
             if used >= PROMISED_IDLE:
                 report.missed.append(f"the idle server used {used:.2f} s of CPU time, not under {PROMISED_IDLE}")
     return emit(report, parsed, draw(summaries))

@@ -25,6 +25,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 
@@ -44,7 +45,7 @@ class Case:
     """A request and the answer it got alone."""
 
     prompt: tuple[int, ...]
-    options: dict
+    options: dict[str, Any]
     text: str = ""
     tokens: tuple[int, ...] = ()
 
@@ -125,7 +126,8 @@ class Soak:
         await self._settled()
 
     async def _alone(self, case: Case) -> Case | None:
-        text, tokens = "", []
+        text = ""
+        tokens: list[int] = []
         async for message in self._grpc.decode(decode_request(case.prompt, logprobs=2, **case.options)):
             for sample in message.stream_content.samples:
                 text += sample.text
@@ -160,7 +162,7 @@ class Soak:
             await asyncio.sleep(pause)
             await asyncio.gather(*(self._over_grpc(short) for _ in range(2 * self._capacity)))
 
-    def _body(self, case: Case, **more) -> dict:
+    def _body(self, case: Case, **more: object) -> dict[str, object]:
         return {"prompt": list(case.prompt), "temperature": 0, **case.options, **more}
 
     async def _whole(self, case: Case) -> None:

@@ -19,12 +19,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.programs import Program
+    from warmup.prepare import Mode
 
 LOADS = 5  # rounds
 STARTS = (("manual, cold", "manual"), ("manual, again", "manual"), ("aot, cold", "aot"), ("aot, again", "aot"))
 
 
-def child(mode: str, cache: Path, model: str) -> None:
+def child(mode: Mode, cache: Path, model: str) -> None:
     """One start. Prints its numbers as a line of JSON."""
     began = time.monotonic()
     from server.config.commands import ServeConfig
@@ -80,14 +85,19 @@ def load_child(cache: Path, model: str) -> None:
     opened, devices = open_model(config), select_devices(config)
     layout = engine_config(config, opened.config, devices[0].platform)
     store = open_store(cache, opened.config, layout, devices, budget=plan.memory_budget(None, devices))
-    layout = dataclasses.replace(layout, kv_pages=store.resolved["kv_pages"])
+    kv_pages = store.resolved["kv_pages"]
+    assert isinstance(kv_pages, int)
+    layout = dataclasses.replace(layout, kv_pages=kv_pages)
     engine = JaxEngine(opened.config, layout, devices)
     describer = ArgumentDescriber({"kv_pages": layout.kv_pages})
 
-    def deserialize(item) -> jax.stages.Compiled:
+    def deserialize(item: tuple[Program, Artifact]) -> jax.stages.Compiled:
         program, found = item
         trees = jax.tree.structure((program.arguments, {})), jax.tree.structure(found.out_tree)
-        return serialize_executable.deserialize_and_load(found.payload, *trees, backend=devices[0].client, execution_devices=devices)
+        loaded: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+            found.payload, *trees, backend=devices[0].client, execution_devices=devices
+        )
+        return loaded
 
     stored = []
     for program in engine.programs():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -189,7 +189,7 @@ class Client:
     def close(self) -> None:
         self.channel.close()
 
-    def decode(self, request: DecodeRequest) -> Iterator[DecodeResponse]:
+    def decode(self, request: DecodeRequest) -> Generator[DecodeResponse, None, None]:
         """The messages of one request. Closing the iterator cancels the request."""
         call = self.orchestrator.Decode(request, timeout=self._timeout, metadata=self._metadata)
         try:
@@ -336,7 +336,7 @@ class AsyncClient:
             raise
         return DecodeCall(call)
 
-    async def decode(self, request: DecodeRequest) -> AsyncIterator[DecodeResponse]:
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeResponse, None]:
         """The messages of one request. Closing the iterator, or cancelling who iterates, cancels the request."""
         call = await self.start(request)
         try:

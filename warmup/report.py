@@ -50,7 +50,7 @@ class ProgramReport:
     memory: ProgramMemory = ProgramMemory()
     touched: bool = False
 
-    def as_dict(self) -> dict[str, str | int | float | None]:
+    def as_dict(self) -> ProgramRow:
         return {
             "name": self.name,
             "source": self.source,
@@ -66,12 +66,28 @@ class ProgramReport:
         }
 
 
+class ProgramRow(TypedDict):
+    """A `ProgramReport` as JSON."""
+
+    name: str
+    source: Source | None
+    seconds_trace: float
+    seconds_compile: float
+    seconds_load: float
+    seconds_run: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    code_bytes: int
+
+
 class Snapshot(TypedDict):
     """The JSON of ``GET /warmup``."""
 
     mode: str
     state: str
-    programs: list[dict[str, str | int | float | None]]
+    programs: list[ProgramRow]
     done: int
     total: int
     eta_seconds: float | None
