@@ -147,6 +147,18 @@ class Server:
     def run(self, prompt: bytes | tuple[int, ...], max_tokens: int = 8, **options) -> Recorder:
         return self.submit(prompt, max_tokens, **options)[1].ok()
 
+    def in_company(self, recorders: list[Recorder]) -> None:
+        """The owner reads on only as the others arrive, so that all of them decode at once, whatever the machine's
+        mood. What it has to do for their prompts it can't do then: they must share no page with another."""
+        awaited = list(recorders)
+
+        def wait(call) -> bool:
+            if awaited and threading.current_thread().name == "preheat-generate":
+                assert awaited.pop(0).first.wait(WAIT)
+            return False
+
+        self.engine.gate("read", wait)
+
     def outcomes(self) -> dict[str, int]:
         """Requests by outcome, without the zeros."""
         counts = {outcome: int(self.metrics.value("preheat_requests_total", outcome=outcome)) for outcome in OUTCOMES}

@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 import pytest
-from orchestrator_harness import serving
+from orchestrator_harness import Recorder, serving
 
 from engine.api import SamplingParams
 from engine.mock import Table, mock_config
@@ -308,10 +308,14 @@ def test_put_back_keeps_to_the_grammar():
     """Too few pages for all: the youngest are put back and prefilled again with what they had."""
     pattern = "[0-9]{30}"
     options = {"max_tokens": 30, "sampling": SamplingParams(temperature=1.0, seed=11)}
-    prompts = [b"prompt %d" % number for number in range(4)]
-    with serving(NEXT, slots=4, kv_pages=22) as server:
+    prompts = [b"%d prompt" % number for number in range(4)]
+    with serving(NEXT) as server:
         alone = [ask(server, prompt, "guided_regex", pattern, **options).ok().text() for prompt in prompts]
-        recorders = [ask(server, prompt, "guided_regex", pattern, **options) for prompt in prompts]
+    with serving(NEXT, slots=4, kv_pages=22) as server:
+        recorders = [Recorder() for _ in prompts]
+        server.in_company(recorders[1:3])
+        for prompt, recorder in zip(prompts, recorders, strict=True):
+            ask(server, prompt, "guided_regex", pattern, sink=recorder, **options)
         texts = [recorder.ok().text() for recorder in recorders]
         assert sum(sequence.put_back for sequence in server.sequences) > 0
     assert texts == alone and all(re.fullmatch(pattern, text) for text in texts)

@@ -289,23 +289,11 @@ def test_priority_goes_first_and_equals_in_order():
         assert order == b"abcd"
 
 
-def in_company(server, recorders) -> None:
-    """The owner reads on only as the others arrive, so that all of them decode at once, whatever the machine's mood."""
-    awaited = list(recorders)
-
-    def wait(call) -> bool:
-        if awaited and threading.current_thread().name == "preheat-generate":
-            assert awaited.pop(0).first.wait(WAIT)
-        return False
-
-    server.engine.gate("read", wait)
-
-
 def test_put_back_under_page_pressure_gives_the_same_tokens():
     prompts = [bytes([97 + index]) * 7 for index in range(4)]
     with serving(slots=4, page_size=4, kv_pages=13, max_len=32, max_queue=8) as server:
         recorders = [Recorder() for _ in prompts]
-        in_company(server, recorders[1:3])
+        server.in_company(recorders[1:3])
         for prompt, recorder in zip(prompts, recorders, strict=True):
             server.submit(prompt, 22, sampling=SamplingParams(logprobs=True), sink=recorder)
         for prompt, recorder in zip(prompts, recorders, strict=True):
@@ -325,7 +313,7 @@ def test_put_back_keeps_penalties_and_min_tokens():
     def texts(**config) -> list[str]:
         with serving(rule, slots=3, page_size=4, max_len=32, max_queue=8, **config) as server:
             recorders = [Recorder() for _ in range(3)]
-            in_company(server, recorders[1:])
+            server.in_company(recorders[1:])
             for index, recorder in enumerate(recorders):
                 server.submit(bytes([65 + index]) * 6, 20, sampling=sampling, sink=recorder)
             found = [recorder.ok().text() for recorder in recorders]
